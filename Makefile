@@ -58,7 +58,9 @@ test-full: install ## all tests
 	@$(BIN)/python -m pytest $(PARALLEL) -m ""
 
 test-cuda: install ## tests on an emulated CUDA device, no GPU needed (2.5 GB of wheels)
-	@[ -e $(CUDA_VENV)/.built ] || { bash tests/cuda_emulation/runtime/build.sh $(CUDA_VENV) \
+	@[ -e $(CUDA_VENV)/.built ] && [ -z "$$(find tests/cuda_emulation/runtime -type f \
+		-not -name '*.pyc' -newer $(CUDA_VENV)/.built)" ] || { \
+		bash tests/cuda_emulation/runtime/build.sh $(CUDA_VENV) \
 		"$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
 		&& touch $(CUDA_VENV)/.built; }
 	@PYTHONPATH=src:tests/protrain:tests/protrain/core:tests/cuda_emulation \

@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
-# Measures a card in nine minutes: equal numbers, predicted beside measured memory and
-# time, peers, a profile. Writes a folder to open an issue with.
+# Measures a card: equal numbers, predicted beside measured memory and time, then peers and
+# a profile. Writes a folder to open an issue with. On an H200 the first five parts take
+# 9 minutes, the last two 6.
 #   usage: benchmarks/gpu.sh [FOLDER] [PART ...]
-# Parts: doctor exact paging packed runs compare profile. PYTHON names the interpreter;
+# Parts: exact paging packed doctor runs compare profile. PYTHON names the interpreter;
 # GPU_WORK a folder with 40 GB of room for models (memory is fastest); GPU_DISK a folder of
 # the disk. TINY=--tiny rehearses it with small models.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 folder=${1:-benchmarks/results/$(date +%F)-gpu}
 shift || true
-parts=${*:-doctor exact paging packed runs compare profile}
+parts=${*:-exact paging packed doctor runs compare profile}
 python=${PYTHON:-python3}
 work=${GPU_WORK:-/dev/shm/protrain-gpu}
 disk=${GPU_DISK:-$PWD/.gpu-disk}

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import disk_jobs
 import pytest
 import torch
 from axolotl_jobs import LORA, PAGED, Job, Result, assert_equal, job, overrides
+from fork_server import call
 from matrix_bases import EVALUATED, QLORA
 
 from axolotl.integrations.protrain.quantised_file import QuantisedFile
@@ -108,7 +110,19 @@ def test_a_quantised_base_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
         bytes_.write(b"damaged")
     assert QuantisedFile(tmp_path, "base").find("weight") is None
     assert not path.exists()
-    path.write_bytes(b"cut off")
-    cut_off = QuantisedFile(tmp_path, "base")
-    assert not cut_off.is_whole
-    cut_off.close(whole=False)
+    for nonsense in b"cut off", b"{}" + bytes(16) + (2).to_bytes(8, "little"):
+        path.write_bytes(nonsense)
+        file = QuantisedFile(tmp_path, "base")
+        assert not file.is_whole
+        file.close(whole=False)
+
+
+def test_a_full_disk_while_quantising_is_one_error_that_names_the_folder(
+    tmp_path: Path,
+) -> None:
+    """transformers makes lines of a report of what fails in a conversion."""
+    errors = call(disk_jobs.load_over_a_full_disk, tmp_path, at=tmp_path)
+    assert len(errors) == len(disk_jobs.LIMITS)
+    for error, limit in zip(errors, disk_jobs.LIMITS, strict=True):
+        assert f"protrain_disk_dir: {tmp_path / f'disk-{limit}'} cannot be" in error
+        assert "room for twice the frozen weights" in error

@@ -18,7 +18,7 @@ from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQu
 from axolotl.integrations.protrain.core.errors import ConfigError
 from axolotl.integrations.protrain.core.host import mapped_bytes
 from axolotl.integrations.protrain.core.layout.packed import Packed, from_fp8
-from axolotl.integrations.protrain.loading import keep_packed, unpack_the_rest
+from axolotl.integrations.protrain.loading import keep_packed, unpack_unpaged
 
 FP8 = (torch.float8_e4m3fn,)
 BASES = {
@@ -109,7 +109,7 @@ def test_what_is_outside_of_blocks_or_trains_is_unpacked(root: Path) -> None:
     model.requires_grad_(False)
     trained.requires_grad_()
     packed, value = packed_weights(model), head.unpacked()
-    unpack_the_rest(model)
+    unpack_unpaged(model)
     assert torch.equal(model.lm_head.weight, value)
     gone = {
         "lm_head.weight",
@@ -128,4 +128,4 @@ def test_codes_without_a_scale_are_refused_by_name(root: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"base_model: model\.layers\.1\.mlp\.up_proj"
     ):
-        unpack_the_rest(model)
+        unpack_unpaged(model)

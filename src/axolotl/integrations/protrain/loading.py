@@ -25,7 +25,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils import cached_file
 
 from .core.engine.host_pool import host_buffer, return_freed_memory
-from .core.errors import ConfigError
+from .core.errors import ConfigError, DiskError
 from .core.layout import find_blocks
 from .core.layout.packed import Packed, form_of, from_fp8, from_mxfp4
 from .core.layout.tensors import (
@@ -94,8 +94,15 @@ def quantise_on(
     Raises:
         DiskError: The folder cannot be written.
     """
-    keep = SpillFile(disk) if disk is not None else _as_it_is
-    four_bits = _FourBits(device, share, keep)
+    faults = list[DiskError]()
+    spill = SpillFile(disk) if disk is not None else _as_it_is
+
+    def keep(tensor: Tensor) -> Tensor:
+        with _told_later(faults):
+            return spill(tensor)
+        return tensor
+
+    four_bits = _FourBits(device, share, keep, faults)
     if disk is not None:
         four_bits.keep_for_later(disk, base_files)
 
@@ -108,6 +115,8 @@ def quantise_on(
     set_plain: Any = core_model_loading.set_param_for_module
 
     def set_param(model: Any, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        if faults:
+            raise faults[0]
         set_plain(model, name, value, *args, **kwargs)
         if experts and is_of_experts(name, value):
             model.get_parameter(name).data = value.to(device)
@@ -129,11 +138,21 @@ def quantise_on(
             # raised again as it is
             four_bits.close(whole=False)
             raise
-        four_bits.close(whole=True)
+        four_bits.close(whole=not faults)
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
+
+
+@contextmanager
+def _told_later(faults: list[DiskError]) -> Iterator[None]:
+    """Note an error of the disk in a conversion, where transformers makes a line of a report
+    of any; it is raised by what comes after."""
+    try:
+        yield
+    except DiskError as error:
+        faults.append(error)
 
 
 class _FourBits:
@@ -144,8 +163,10 @@ class _FourBits:
         device: torch.device,
         share: LoadShare | None,
         keep: Callable[[Tensor], Tensor],
+        faults: list[DiskError],
     ) -> None:
         self._device, self._share, self._keep = device, share, keep
+        self._faults = faults
         self._plain: Any = Bnb4bitQuantize.convert
         self._open: Callable[[Any], QuantisedFile | None] = lambda _quantizer: None
         self._file: QuantisedFile | None = None
@@ -176,7 +197,8 @@ class _FourBits:
         if self._share is not None and not self._share.takes(name):
             return _in_name_only(self._empty(op, name, value, kwargs), self._share)
         if self._file is None:
-            self._file = self._open(op.hf_quantizer)
+            with _told_later(self._faults):
+                self._file = self._open(op.hf_quantizer)
         file, key = self._file, f"{name} {value.dtype} {tuple(value.shape)}"
         if file is not None and (found := file.find(key)) is not None:
             empty = self._empty(op, name, value, kwargs)
@@ -185,11 +207,13 @@ class _FourBits:
         param: nn.Parameter = self._plain(op, there, **kwargs)[name]
         sides = bindings("", param)
         tensors = [side.tensor.cpu() for side in sides]
-        if file is not None and not file.is_whole:
-            pages = file.keep(key, tensors)
-        else:
+        pages = tensors
+        if file is None or file.is_whole:
             # of what is whole nothing is missing, unless it was damaged
             pages = [self._keep(tensor) for tensor in tensors]
+        else:
+            with _told_later(self._faults):
+                pages = file.keep(key, tensors)
         for side, tensor in zip(sides, pages, strict=True):
             # `to` would make another parameter, which its module does not know
             side.bind(tensor)
@@ -213,7 +237,8 @@ class _FourBits:
 
 
 def base_files(cfg: Any) -> list[Path]:
-    """Files of a base's weights, as far as they are here; none if they are not."""
+    """Files of a base, as far as they are here; none if they are not, or only an adapter
+    of another one is."""
     name, revision = str(cfg.base_model), cfg.revision_of_model
     there = cached_file(
         name,
@@ -222,7 +247,13 @@ def base_files(cfg: Any) -> list[Path]:
         local_files_only=True,
         _raise_exceptions_for_missing_entries=False,
     )
-    return sorted(Path(there).parent.glob("*.safetensors")) if there else []
+    folder = Path(there).parent if there else None
+    if folder is None or (folder / "adapter_config.json").exists():
+        return []
+    # whichever of them transformers reads
+    every = sorted(folder.iterdir())
+    weights = [f for f in every if f.suffix in (".safetensors", ".bin", ".pt", ".pth")]
+    return weights and [*weights, *folder.glob("*.json")]
 
 
 def _identity(files: Sequence[Path], about: Any) -> str:
@@ -316,7 +347,7 @@ def keeps_packed(cfg: Any) -> bool:
     )
 
 
-def unpack_the_rest(model: nn.Module) -> None:
+def unpack_unpaged(model: nn.Module) -> None:
     """Unpack weights that page no better packed, or drop their form: those that train, as
     copies of a base's modules do, those outside of blocks, and those that were converted.
 

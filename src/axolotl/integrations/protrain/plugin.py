@@ -209,9 +209,9 @@ class ProTrainPlugin(BasePlugin):
     def post_model_load(self, cfg: Any, model: Any) -> None:
         if self._pages and cfg.model_quantization_config:
             # imported here, as above
-            from .loading import unpack_the_rest
+            from .loading import unpack_unpaged
 
-            unpack_the_rest(model)
+            unpack_unpaged(model)
             if not cfg.adapter:
                 # how it was read, by which transformers would save it without experts
                 model._weight_conversions = None

@@ -38,7 +38,9 @@ class SpillFile:
         self._folder = folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = NamedTemporaryFile(dir=folder, prefix=SPILLED, delete=False)
+            self._file = NamedTemporaryFile(
+                dir=folder, prefix=SPILLED, delete=False, buffering=0
+            )
             os.unlink(self._file.name)
         except OSError as error:
             raise self._wrong(error) from error
@@ -66,9 +68,14 @@ def _append(file: IO[bytes], data: Tensor) -> int:
     start = aligned(os.fstat(file.fileno()).st_size, PAGE_BYTES)
     os.truncate(file.fileno(), start)
     file.seek(start)
-    file.write(data.numpy().data)
-    file.flush()
+    _write(file, data.numpy().data)
     return start
+
+
+def _write(file: IO[bytes], data: memoryview) -> None:
+    # nothing in a buffer, whose end would fail once more over a full disk
+    while data:
+        data = data[file.write(data) :]
 
 
 def _pages(
@@ -150,19 +157,27 @@ class QuantisedFile:
         if not self.is_whole:
             name = Path(self._file.name)
             if whole:
-                listed = json.dumps(self._index).encode()
-                self._file.seek(0, os.SEEK_END)
-                self._file.write(listed + len(listed).to_bytes(8, "little"))
-                self._file.flush()
-                os.fsync(self._file.fileno())
-                os.replace(name, self._path)
+                try:
+                    self._publish(name)
+                except OSError as error:
+                    remove(name)
+                    raise self._wrong(error) from error
             else:
                 remove(name)
         self._file.close()
 
+    def _publish(self, name: Path) -> None:
+        listed = json.dumps(self._index).encode()
+        digest = xxh3_64_hexdigest(listed).encode()
+        end = listed + digest + len(listed).to_bytes(8, "little")
+        self._file.seek(0, os.SEEK_END)
+        _write(self._file, memoryview(end))
+        os.fsync(self._file.fileno())
+        os.replace(name, self._path)
+
     def _new(self) -> IO[bytes]:
         made = NamedTemporaryFile(
-            dir=self._path.parent, prefix=UNFINISHED, delete=False
+            dir=self._path.parent, prefix=UNFINISHED, delete=False, buffering=0
         )
         fcntl.flock(made, fcntl.LOCK_EX)
         return made
@@ -171,16 +186,16 @@ class QuantisedFile:
         """Read what is in the file; tell whether that could be."""
         with self._path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
-            file.seek(max(size - 8, 0))
-            length = int.from_bytes(file.read(8), "little")
-            if not 0 < length <= size - 8:
+            file.seek(max(size - _END_BYTES, 0))
+            digest, length = file.read(16), int.from_bytes(file.read(8), "little")
+            if not 0 < length <= size - _END_BYTES:
                 return False
-            file.seek(size - 8 - length)
-            try:
-                self._index = json.loads(file.read(length))
-            except ValueError:
-                return False
-        return isinstance(self._index, dict)
+            file.seek(size - _END_BYTES - length)
+            listed = file.read(length)
+        if xxh3_64_hexdigest(listed).encode() != digest:
+            return False
+        self._index = json.loads(listed)
+        return bool(self._index)
 
     def _wrong(self, error: OSError) -> DiskError:
         return DiskError(
@@ -188,6 +203,10 @@ class QuantisedFile:
             f"({error.strerror}). Give a folder on a disk with room for twice the frozen "
             "weights."
         )
+
+
+_END_BYTES = 16 + 8
+"""A digest of the index and its length, behind it."""
 
 
 def _digest(tensor: Tensor) -> str:

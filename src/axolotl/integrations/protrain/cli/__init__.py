@@ -567,12 +567,12 @@ def _verify(folder: Path, as_json: bool) -> None:
 @click.option(
     "--unused-for",
     "days",
-    type=click.FloatRange(0),
-    default=0.0,
+    type=click.IntRange(0),
+    default=0,
     metavar="DAYS",
     help="Only those that no run has opened for so long.",
 )
-def _disk(folder: Path, remove: bool, days: float) -> None:
+def _disk(folder: Path, remove: bool, days: int) -> None:
     """Show the frozen weights that runs have left in FOLDER, a `protrain_disk_dir`.
 
     Runs that train go on after `--remove`: they have their files open. What a run was

@@ -176,7 +176,7 @@ def page(
     """
     expand_segments()
     where, choice = _device(device), _choice(budget, host_budget, knobs)
-    choice = replace(choice, disk=None if disk is None else Path(disk))
+    choice = replace(choice, disk=_folder(disk))
     step = _Step(example, loss, accumulation, autocast, evaluates)
     _require_pageable(model, optimizer)
     _require_budget(where, choice)
@@ -510,6 +510,14 @@ def _choice(
         None if host_budget is None else _bytes("host_budget", host_budget),
         knobs=knobs,
     )
+
+
+def _folder(disk: str | Path | None) -> Path | None:
+    if disk is None:
+        return None
+    if not isinstance(disk, (str, Path)) or not str(disk):
+        raise ConfigError(f"disk: {disk!r} is no folder. Give the path of one.")
+    return Path(disk).expanduser()
 
 
 def _device(device: str | torch.device | None) -> torch.device:

@@ -110,11 +110,13 @@ class Form:
         height, columns = self.matrix(shape)
         block, step = self.block[0], max(1, numel // columns)
         step = step // block * block or step
-        wall = height if self.transposed else block if step < block else rows
-        for first in range(0, rows, wall):
-            stop = min(first + wall, rows)
-            for start in range(first, stop, step):
-                yield start, min(start + step, stop)
+        wall = height if self.transposed else rows
+        for above in range(0, rows, wall):
+            below = min(above + wall, rows)
+            for first in range(above, below, block if step < block else wall):
+                stop = min(first + block, below) if step < block else below
+                for start in range(first, stop, step):
+                    yield start, min(start + step, stop)
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ from ..loading import (
     keeps_packed,
     name_forms,
     quantise_experts,
-    unpack_the_rest,
+    unpack_unpaged,
 )
 from ..refusals import TAKEN_OVER
 from ..versions import import_plugins, require_internals
@@ -349,7 +349,7 @@ def _built(
     if cfg.freeze_mm_modules:
         freeze_mm_modules(model)
     if cfg.model_quantization_config:
-        unpack_the_rest(model)
+        unpack_unpaged(model)
     return model.train(), adapter
 
 

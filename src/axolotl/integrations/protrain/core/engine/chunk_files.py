@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import mmap
 import os
+import re
 import statistics
 import threading
 import time
@@ -14,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from stat import S_ISREG
 from tempfile import NamedTemporaryFile
 from typing import NamedTuple
 
@@ -92,15 +94,22 @@ def stored(folder: Path, unused_s: float = 0.0) -> Stored:
         DiskError: The folder cannot be read.
     """
     try:
-        kinds = SUFFIX, QUANTISED
-        found = [(p, p.stat()) for p in folder.iterdir() if p.suffix in kinds]
+        paths = [path for path in folder.iterdir() if _OWN_NAME.fullmatch(path.name)]
     except OSError as error:
         raise DiskError(f"{folder}: {error.strerror}") from error
-    before = time.time() - unused_s
-    old = [(path, stat) for path, stat in found if stat.st_atime <= before]
+    old, before = list[tuple[Path, os.stat_result]](), time.time() - unused_s
+    for path in sorted(paths):
+        # another process may remove it meanwhile
+        with suppress(OSError):
+            stat = path.lstat()
+            if S_ISREG(stat.st_mode) and stat.st_atime <= before:
+                old.append((path, stat))
     used = max((stat.st_atime for _, stat in old), default=0.0)
-    paths = tuple(sorted(path for path, _ in old))
-    return Stored(paths, sum(stat.st_size for _, stat in old), used)
+    nbytes = sum(stat.st_size for _, stat in old)
+    return Stored(tuple(path for path, _ in old), nbytes, used)
+
+
+_OWN_NAME = re.compile(rf"[0-9a-f]{{64}}({re.escape(SUFFIX)}|{re.escape(QUANTISED)})")
 
 
 def remove_unfinished(folder: Path) -> int:
@@ -130,6 +139,7 @@ class _File:
                 self.is_direct, self._file = False, os.dup(self.mapped)
         except OSError as error:
             raise self.wrong(error.strerror or "it cannot be opened") from error
+        self._num_names = os.fstat(self.mapped).st_nlink
         self._as_opened = self._stamp()
 
     def read(self, part: memoryview, where: int) -> None:
@@ -160,25 +170,31 @@ class _File:
             # the last page of a file may not be whole
             while done < where + len(part) - first:
                 new = os.preadv(self._file, [pages[done:]], first + done)
-                if not new:
-                    raise self.wrong("it is cut off")
                 done += new
+                # a part of a page is the end of the file
+                if not new or (done % PAGE_BYTES and done < where + len(part) - first):
+                    raise self.wrong("it is cut off")
         except OSError as error:
             raise self.wrong(error.strerror or str(error)) from error
         part[:] = pages[where - first :][: len(part)]
 
     def require_unchanged(self) -> None:
         """Raise DiskError if somebody has written it since it was opened."""
-        if self._stamp() != self._as_opened:
+        now = self._stamp()
+        if now[:2] != self._as_opened[:2] or now[2] not in (0, self._as_opened[2]):
             raise self.wrong("somebody has changed it")
 
     def close(self) -> None:
         os.close(self._file)
         os.close(self.mapped)
 
-    def _stamp(self) -> tuple[int, int]:
+    def _stamp(self) -> tuple[int, ...]:
         stat = os.fstat(self.mapped)
-        return stat.st_size, stat.st_mtime_ns
+        # a time of content may be set; that of the status tells of a new name, too, and of
+        # our own files that another run has looked at them
+        is_own = self.path.suffix in (SUFFIX, QUANTISED)
+        told = 0 if is_own or stat.st_nlink != self._num_names else stat.st_ctime_ns
+        return stat.st_size, stat.st_mtime_ns, told
 
     def wrong(self, what: str) -> DiskError:
         """An error that names the file and the way out."""
@@ -319,7 +335,12 @@ class BaseFiles:
     """
 
     def __init__(self, spans: Sequence[Span]) -> None:
-        self._in_memory = [span for span in spans if span.path is None]
+        # copies: who writes the tensors is told, and reads go on as before
+        self._in_memory = [
+            (span, _bytes_of(span.tensor).clone())
+            for span in spans
+            if span.path is None
+        ]
         self._files: dict[Path, _File] = {}
         self._in_files: list[tuple[Span, _File]] = []
         for span in spans:
@@ -342,18 +363,22 @@ class BaseFiles:
             file.read_any(into[place : place + nbytes], where)
 
         reads = readers.map(read_part, parts)
-        for span in self._in_memory:
+        for span, kept in self._in_memory:
             for first, nbytes in _cut(span, start, len(into)):
-                own = _bytes_of(span.tensor)[first - span.place :][:nbytes]
+                own = kept[first - span.place :][:nbytes]
                 room[first - start :][:nbytes].copy_(own)
         list(reads)
         for file in self._files.values():
             file.require_unchanged()
 
     def undo_writes(self) -> bool:
-        """Take back what somebody has written over the pages; tell whether that was other
-        bytes."""
+        """Take back what somebody has written over the pages, or over what is in memory;
+        tell whether that was other bytes."""
         found = False
+        for span, kept in self._in_memory:
+            if not torch.equal(_bytes_of(span.tensor), kept):
+                _bytes_of(span.tensor).copy_(kept)
+                found = True
         flags = written([span.tensor for span, _ in self._in_files])
         for (span, file), is_written in zip(self._in_files, flags, strict=True):
             if not is_written:
@@ -422,7 +447,7 @@ def _written_addresses() -> list[tuple[int, int]]:
         if "-" in head:
             begin, _, end = head.partition("-")
             span = int(begin, 16), int(end, 16)
-        elif head == "Anonymous:" and rest.split()[0] != "0":
+        elif head in ("Anonymous:", "Swap:") and rest.split()[0] != "0":
             spans.append(span)
     return spans
 
