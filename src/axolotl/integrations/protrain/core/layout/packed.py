@@ -14,7 +14,7 @@ from functools import lru_cache
 from importlib.util import find_spec
 from itertools import chain
 from math import prod
-from subprocess import CalledProcessError
+from subprocess import CalledProcessError  # nosec B404 - of Triton, which starts a compiler
 from typing import Any
 
 import torch
