@@ -38,6 +38,7 @@ from core_models import (
     packed_stack,
     stack,
 )
+from safetensors.torch import load_file, save_file
 from simulated import SimulatedDevice, at_random
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -74,6 +75,7 @@ class Case:
         hooks: Whether hooks of the optimizer's step do.
         optimizer: A key of grid.OPTIMIZERS; empty for AdamW.
         resumes: Whether it begins with what a plain run has left.
+        mapped: Whether frozen weights are pages of a file, as those of a base are.
     """
 
     name: str
@@ -93,6 +95,7 @@ class Case:
     hooks: bool = False
     optimizer: str = ""
     resumes: bool = False
+    mapped: bool = False
 
     @property
     def mode(self) -> str:
@@ -142,6 +145,9 @@ def special() -> Iterator[Case]:
             ),
             "disk": Case("", ("lora",), "lora", 2, 0.5, slow=True, plan=disk),
             "disk-qlora": Case("", ("lora",), "qlora", 2, plan=disk, absent=True),
+            "disk-base": Case(
+                "", ("lora",), "lora", 2, 0.5, slow=True, plan=disk, mapped=True
+            ),
             "disk-packed": Case("", ("norm", "extra"), "packed", 2, plan=disk),
             "packed": Case(
                 "", ("norm", "extra"), "packed", 2, 0.5, slow=True, plan=stays
@@ -182,7 +188,9 @@ class Numbers:
 
 def run(case: Case, ranks: Ranks) -> dict[str, Any]:
     """Train both ways and compare; the same on every rank."""
-    theirs, saved = _plain(replace(case, name="", plan=(), slow=False, absent=False))
+    theirs, saved = _plain(
+        replace(case, name="", plan=(), slow=False, absent=False, mapped=False)
+    )
     model = _model(case)
     keep = frozenset(n for n, p in model.named_parameters() if p.requires_grad)
     looked_up = case.mode != "A" and case.trained
@@ -195,6 +203,8 @@ def run(case: Case, ranks: Ranks) -> dict[str, Any]:
     device = _device(case, ranks)
     disk = Path(ranks.from_first(tempfile.mkdtemp))
     options = Options(disk=disk)
+    if case.mapped:
+        _map_frozen(model, disk, ranks)
     absent = _forget_some(model, ranks) if case.absent else ()
     checked = CheckedDevice(device)
     session = Session(model, layout, plan, checked, options, ranks, absent)
@@ -209,6 +219,8 @@ def run(case: Case, ranks: Ranks) -> dict[str, Any]:
         ours = _train(case, model, net, optimizer, session)
     session.close()
     ranks.collect(None)
+    chunk_files = len([*disk.glob("*.chunk")])
+    ranks.collect(None)
     shutil.rmtree(disk, ignore_errors=True)
     if isinstance(device, SimulatedDevice):
         device.close()
@@ -222,6 +234,7 @@ def run(case: Case, ranks: Ranks) -> dict[str, Any]:
         ),
         "agree": _agree(ours.weights),
         "chunks": len(plan.paged),
+        "chunk_files": chunk_files,
         "host_tensors": sum(
             len(c.tensors)
             for c in layout.chunks
@@ -230,6 +243,18 @@ def run(case: Case, ranks: Ranks) -> dict[str, Any]:
         "host_state": sum(place is HOST_STATE for place in plan.placements),
         **ours.counts,
     }
+
+
+def _map_frozen(model: nn.Module, folder: Path, ranks: Ranks) -> None:
+    """Make frozen weights pages of a file that all ranks open."""
+    path = folder / "base.safetensors"
+    frozen = {n: p for n, p in model.named_parameters() if not p.requires_grad}
+    if not ranks.rank:
+        save_file({n: p.detach() for n, p in frozen.items()}, path)
+    ranks.collect(None)
+    pages = load_file(path)
+    for name, param in frozen.items():
+        param.data = pages[name]
 
 
 @cache

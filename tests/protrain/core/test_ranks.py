@@ -125,6 +125,10 @@ def test_equals_plain_ddp(
     # those of weights, too, where somebody looks at them
     assert got["norms"] <= (0 if exact else 20 * far if looks else far)
     assert got["weights"] <= (0 if exact else 20 * far)
+    # what all ranks map of the base's file is read there
+    assert bool(got["chunk_files"]) == (
+        case[2:] in ("disk", "disk-qlora", "disk-packed")
+    )
 
 
 @pytest.mark.parametrize(("ranks", "case"), GRID)
