@@ -740,7 +740,7 @@ def test_a_disk_takes_what_the_host_has_no_room_for(plans: Plans) -> None:
     answer = fitting(plans, "disk")
     memory = [x for x in answer["alternatives"] if x["change"].startswith("--ram")]
     assert memory[0]["verdict"] == "fits"
-    assert memory[0]["step_s"] < answer["step_s"]["total"]
+    assert memory[0]["step_s"] <= answer["step_s"]["total"]
     plan, step = answer["plan"], answer["step_s"]
     assert plan["on_disk"]
     assert {plan["placements"][index] for index in plan["on_disk"]} == {"paged"}

@@ -56,7 +56,7 @@ def store(folder: Path, content: Tensor) -> Path:
             file = NamedTemporaryFile(dir=folder, prefix=UNFINISHED, delete=False)
             on_failure.callback(remove, file.name)
             with file:
-                # `remove` lets it be as long as this process lives
+                # `remove_unfinished` lets it be as long as this process lives
                 fcntl.flock(file, fcntl.LOCK_EX)
                 file.write(data)
                 file.truncate(nbytes)
