@@ -139,6 +139,9 @@ def quantise_on(
             four_bits.close(whole=False)
             raise
         four_bits.close(whole=not faults)
+        if faults:
+            # of what came last, behind which no weight asks
+            raise faults[0]
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:
