@@ -43,7 +43,7 @@ class SpillFile:
             )
             os.unlink(self._file.name)
         except OSError as error:
-            raise self._wrong(error) from error
+            raise _unwritable(self._folder, error) from error
 
     def __call__(self, tensor: Tensor) -> Tensor:
         """Return the tensor as pages of the file."""
@@ -54,13 +54,14 @@ class SpillFile:
             start = _append(self._file, data)
             return _pages(self._file, start, tensor.dtype, tensor.shape)
         except OSError as error:
-            raise self._wrong(error) from error
+            raise _unwritable(self._folder, error) from error
 
-    def _wrong(self, error: OSError) -> DiskError:
-        return DiskError(
-            f"protrain_disk_dir: {self._folder} cannot be written ({error.strerror}). Give "
-            "a folder on a disk with room for twice the frozen weights."
-        )
+
+def _unwritable(folder: Path, error: OSError) -> DiskError:
+    return DiskError(
+        f"protrain_disk_dir: {folder} cannot be written ({error.strerror}). Give a folder "
+        "on a disk with room for twice the frozen weights."
+    )
 
 
 def _append(file: IO[bytes], data: Tensor) -> int:
@@ -116,7 +117,7 @@ class QuantisedFile:
             else:
                 self._file = self._new()
         except OSError as error:
-            raise self._wrong(error) from error
+            raise _unwritable(self._path.parent, error) from error
 
     def find(self, name: str) -> list[Tensor] | None:
         """Return the tensors that an earlier start has kept under a name, as pages of the
@@ -146,7 +147,7 @@ class QuantisedFile:
                 start = _append(self._file, tensor.view(-1).view(torch.uint8))
                 kept.append(_pages(self._file, start, tensor.dtype, tensor.shape))
             except OSError as error:
-                raise self._wrong(error) from error
+                raise _unwritable(self._path.parent, error) from error
             dtype = str(tensor.dtype).removeprefix("torch.")
             index.append([start, dtype, list(tensor.shape), _digest(tensor)])
         self._index[name] = index
@@ -161,7 +162,7 @@ class QuantisedFile:
                     self._publish(name)
                 except OSError as error:
                     remove(name)
-                    raise self._wrong(error) from error
+                    raise _unwritable(self._path.parent, error) from error
             else:
                 remove(name)
         self._file.close()
@@ -196,13 +197,6 @@ class QuantisedFile:
             return False
         self._index = json.loads(listed)
         return bool(self._index)
-
-    def _wrong(self, error: OSError) -> DiskError:
-        return DiskError(
-            f"protrain_disk_dir: {self._path.parent} cannot be written "
-            f"({error.strerror}). Give a folder on a disk with room for twice the frozen "
-            "weights."
-        )
 
 
 _END_BYTES = 16 + 8
