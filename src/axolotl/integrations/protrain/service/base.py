@@ -234,15 +234,16 @@ def _row(weight: Any) -> tuple[list[int], bytes]:
     return shape, row.contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def opened(cfg: Any) -> tuple[TrainingRun, LiveAdapter]:
-    """The base of a YAML that was `read`, under a plan, and what shows adapters in it.
+def opened(cfg: Any) -> tuple[TrainingRun, LiveAdapter, Any]:
+    """The base of a YAML that was `read`, under a plan, what shows adapters in it, and its
+    tokenizer.
 
     Raises:
         ProTrainError: It cannot be loaded, or no plan fits.
     """
     plugins = PluginManager.get_instance().plugins.values()
     next(p for p in plugins if isinstance(p, ProTrainPlugin)).begin(cfg, False)
-    model, _, _, _ = setup_model_and_tokenizer(cfg)
+    model, tokenizer, _, _ = setup_model_and_tokenizer(cfg)
     # without dropout, and the same in every pass
     live = LiveAdapter(model.eval())
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
@@ -250,4 +251,4 @@ def opened(cfg: Any) -> tuple[TrainingRun, LiveAdapter]:
     run.open(model, device, False, adapter_bytes=live.reserve_bytes)
     assert run.session is not None
     live.open(run.session.device)
-    return run, live
+    return run, live, tokenizer
