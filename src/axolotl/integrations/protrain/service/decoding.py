@@ -66,14 +66,15 @@ class Decoder:
     """
 
     def __init__(self, cfg: Any, session: Session, pad: int) -> None:
-        self._model: Any = session.model
+        model: Any = session.model
+        self._model = model
         self.device = session.device.torch_device
         self.pad = pad
         self._autocast = autocast_dtype(cfg)
-        base = self._model.get_base_model()
+        base: Any = model.get_base_model()
         self._takes = inspect.signature(base.forward).parameters.keys()
         self._config = base.config
-        dtype = self._autocast or base.dtype
+        dtype: torch.dtype = self._autocast or base.dtype
         self.kv_bytes = kv_bytes_per_token(base.config, dtype)
         self.rows_at_once = rows_at_once(cfg, base.config, dtype)
 

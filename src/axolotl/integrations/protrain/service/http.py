@@ -25,8 +25,12 @@ from starlette.requests import ClientDisconnect
 
 from ..core.errors import ProTrainError, RequestError
 from .engine import AdapterService
-from .messages import output_bytes
-from .requests import ANSWERED, QUEUED, REFUSED, UNLOADED, answer, queue, worded
+from .messages import output_bytes, sampled_bytes
+from .requests import ANSWERED, QUEUED, REFUSED, UNLOADED, answer, queue
+from .sample_requests import as_json, sampler_info
+from .sampling import Sampled
+from .sessions import SavedSession
+from .wire import worded
 
 LOG = get_logger(__name__)
 
@@ -46,7 +50,7 @@ _PROTOBUF = "application/x-protobuf"
 
 
 class _Retrieve(BaseModel):
-    request_id: str = Field(pattern=f"^.+:([0-9]{{1,10}}|{UNLOADED})$")
+    request_id: str = Field(pattern=f"^.+:([0-9]{{1,19}}|{UNLOADED})$")
 
 
 Answer = Callable[[AdapterService, Request, bytes], Awaitable[Any]]
@@ -76,6 +80,7 @@ def app_of(
     add("GET", "/api/v1/healthz", _health, False)
     add("GET", "/api/v1/get_server_capabilities", _capabilities)
     add("GET", "/api/v1/status", _status)
+    add("GET", "/api/v1/samplers/{name}", _sampler)
     add("POST", "/api/v1/retrieve_future", _retrieve)
     for name in (*ANSWERED, *QUEUED, *REFUSED):
         add("POST", f"/api/v1/{name}", partial(_post, name, parser))
@@ -95,13 +100,17 @@ async def _capabilities(
         "model_name": service.base_model,
         "max_context_length": service.sequence_len,
         "trainable": True,
-        "sampleable": False,
+        "sampleable": True,
     }
     return {"supported_models": [model]}
 
 
 async def _status(service: AdapterService, _request: Request, _body: bytes) -> Any:
     return service.status()
+
+
+async def _sampler(service: AdapterService, request: Request, _body: bytes) -> Any:
+    return sampler_info(service, request.path_params["name"])
 
 
 async def _post(
@@ -178,6 +187,13 @@ def _result(model: str, result: Any, protobuf: bool) -> Any:
             "loss_fn_outputs": outputs,
             "metrics": {"loss:sum": loss},
         }
+    if isinstance(result, Sampled):
+        if protobuf:
+            return Response(sampled_bytes(result), media_type=_PROTOBUF)
+        return as_json(result)
+    if isinstance(result, SavedSession):
+        kind = {"type": "save_weights_for_sampler"}
+        return {**kind, "sampling_session_id": result.session}
     if isinstance(result, float):
         return {"metrics": {"grad_norm": result}}
     if result.startswith("tinker://"):

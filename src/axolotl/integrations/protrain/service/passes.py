@@ -15,7 +15,7 @@ from ..core.engine.session import Session
 from ..core.errors import RequestError
 from ..job import autocast_dtype
 from .losses import LOSSES, TARGETS, Datum, Settings, fault_of
-from .sampling import MASKED, Asked, Scored, Top
+from .sampling import MASKED, Asked, Scored, Top, Wanted
 
 
 class Passes:
@@ -157,7 +157,7 @@ def _scored(asked: Asked, logits: Tensor) -> Scored:
         tokens, values = best.indices.int().cpu(), best.values.cpu()
         top = Top(pad(tokens, (0, 0, 1, 0)), pad(values, (0, 0, 1, 0), value=MASKED))
     if asked.wanted is not None:
-        which = asked.wanted.to(logits.device)
+        which = asked.wanted.values.to(logits.device)
         values = every.gather(1, which.clamp(min=0)).masked_fill(which < 0, 0)
-        wanted = values.cpu()
+        wanted = Wanted(values.cpu(), asked.wanted.sparse)
     return Scored(logprobs, top, wanted, last)

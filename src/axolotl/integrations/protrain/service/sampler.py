@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from torch import Tensor
-
 from ..core.errors import RequestError
 from .passes import Passes
 from .samples import Request, Samples
-from .sampling import Asked, Row, SamplingParams, Stops
+from .sampling import Asked, Row, SamplingParams, Stops, Wanted
 from .sessions import Sessions
 from .text import Text
 from .turns import TENSOR_BYTES, Ticket, Turns
@@ -91,7 +89,7 @@ class Sampler:
         ]
         nbytes = _TOKEN_BYTES * (len(tokens) + most * num_samples)
         nbytes += 8 * (asked.num_top * len(tokens) + num_top * most * num_samples)
-        wanted = None if asked.wanted is None else asked.wanted.tolist()
+        wanted = None if asked.wanted is None else asked.wanted.values.tolist()
         told = (asked.logprobs, asked.last_n, asked.num_top, wanted)
         asks = (tokens, params, num_samples, num_top, told)
         ticket = Ticket(None, asks, nbytes + TENSOR_BYTES * num_samples)
@@ -139,15 +137,19 @@ class Sampler:
             )
         self._check_wanted(prompt, asked.wanted)
 
-    def _check_wanted(self, prompt: list[int], wanted: Tensor | None) -> None:
+    def _check_wanted(self, prompt: list[int], wanted: Wanted | None) -> None:
         if wanted is None:
             return
-        if wanted.ndim != 2 or wanted.shape[0] != len(prompt) - 1:
+        shape, values = wanted.shape, wanted.values
+        rows = len(prompt) - 1
+        if len(shape) != 2 or shape[0] != rows or not 0 < shape[1] <= MOST_TOP:
             raise RequestError(
-                f"target_prompt_logprobs has shape {tuple(wanted.shape)}; allowed is "
-                f"({len(prompt) - 1}, k): a row for each token but the first."
+                f"target_prompt_logprobs has shape {shape}; allowed is ({rows}, k): a row "
+                f"for each token but the first, and 1 to {MOST_TOP} tokens in it."
             )
-        if wanted.numel() and not -1 <= wanted.min() <= wanted.max() < self._vocabulary:
+        if not all(
+            -1 <= token < self._vocabulary for token in values.unique().tolist()
+        ):
             raise RequestError(
                 f"target_prompt_logprobs: tokens are -1 to {self._vocabulary - 1}."
             )

@@ -149,14 +149,39 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class Wanted:
+    """Tokens that a client names at places of a prompt, or log-probabilities of them.
+
+    Attributes:
+        values: Of shape [length - 1, k]; -1 for no token, 0 for its log-probability.
+        sparse: Where the client has named some, as CSR has it: where each row begins and
+            ends among the columns, and the columns; int64. None if all were sent.
+    """
+
+    values: Tensor
+    sparse: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return that of `values`."""
+        return tuple(self.values.shape)
+
+    def listed(self) -> Tensor:
+        """Return the values where `sparse` has some."""
+        assert self.sparse is not None
+        rows, columns = self.sparse
+        each = torch.arange(len(rows) - 1).repeat_interleave(rows.diff())
+        return self.values[each, columns]
+
+
+@dataclass(frozen=True)
 class Asked:
     """What a client asks about a prompt.
 
     Attributes:
         last_n: Log-probabilities of so many tokens of it only, if not None.
         num_top: So many of the likeliest tokens at each place.
-        wanted: Tokens to tell log-probabilities of at each place but the first, -1 for
-            none; int64 of shape [length - 1, k].
+        wanted: Tokens to tell log-probabilities of, int64.
         logprobs: Whether log-probabilities of its own tokens are asked for.
     """
 
@@ -164,7 +189,7 @@ class Asked:
     logprobs: bool = False
     last_n: int | None = None
     num_top: int = 0
-    wanted: Tensor | None = None
+    wanted: Wanted | None = None
 
     @property
     def reads(self) -> bool:
@@ -179,16 +204,16 @@ class Scored:
     Attributes:
         logprobs: Of each of its tokens after those before it, float32; NaN for the first.
         top: The likeliest tokens at each place, none at the first.
-        wanted: Of tokens that a client has named, float32 of shape [length - 1, k].
+        wanted: Of tokens that a client has named, float32.
         last: Logits after the prompt, float32 of shape [vocabulary].
     """
 
     logprobs: Tensor
     top: Top | None
-    wanted: Tensor | None
+    wanted: Wanted | None
     last: Tensor
 
-    def told(self, asked: Asked) -> tuple[Tensor | None, Top | None, Tensor | None]:
+    def told(self, asked: Asked) -> tuple[Tensor | None, Top | None, Wanted | None]:
         """Return what was asked for: log-probabilities, likeliest tokens, wanted ones."""
         logprobs, top = self.logprobs, self.top
         if asked.last_n is not None:
@@ -208,13 +233,14 @@ class Sampled:
     samples: Sequence[Sample]
     prompt_logprobs: Tensor | None = None
     prompt_top: Top | None = None
-    wanted: Tensor | None = None
+    wanted: Wanted | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of the host."""
         tensors = [t for s in self.samples for t in (s.tokens, s.logprobs)]
-        tensors += [t for t in (self.prompt_logprobs, self.wanted) if t is not None]
+        wanted = None if self.wanted is None else self.wanted.values
+        tensors += [t for t in (self.prompt_logprobs, wanted) if t is not None]
         tops = [*(s.top for s in self.samples), self.prompt_top]
         return sum(t.nbytes + TENSOR_BYTES for t in tensors) + sum(
             top.nbytes for top in tops if top is not None
@@ -258,7 +284,7 @@ class Row:
             return logits.argmax()
         if self._generator is None:
             self._generator = torch.Generator(logits.device).manual_seed(self._seed)
-        scores = self._warp(_NONE_READ, logits[None])
+        scores: Any = self._warp(_NONE_READ, logits[None])  # type: ignore[arg-type]
         chances = scores.softmax(-1)
         return torch.multinomial(chances, 1, generator=self._generator)[0, 0]
 

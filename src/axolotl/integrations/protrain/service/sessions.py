@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,6 +75,7 @@ class Sessions:
         self._ended = ended
         self._own = folder / "_samplers"
         self._sessions: OrderedDict[str, Session] = OrderedDict()
+        self._clients: Counter[str] = Counter()
         self._lock = RLock()
         shutil.rmtree(self._own, ignore_errors=True)
 
@@ -151,6 +152,16 @@ class Sessions:
             self._sessions.move_to_end(name)
             return self._sessions[name]
 
+    def join(self, name: str) -> int:
+        """Return a number for one more client of a session, whose first one has 0.
+
+        Raises:
+            RequestError: There is no such session.
+        """
+        with self._lock:
+            self._clients[self.of(name).name] += 1
+            return self._clients[name]
+
     def weights_of(self, key: str) -> Path | None:
         """Return the folder of weights; None for the base alone."""
         if key == BARE:
@@ -213,6 +224,7 @@ class Sessions:
 
     def _end(self, session: Session) -> None:
         del self._sessions[session.name]
+        del self._clients[session.name]
         self._turns.close(session.line)
         self._ended()
 
