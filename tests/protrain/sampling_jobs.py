@@ -8,11 +8,10 @@ from typing import Any
 import torch
 import yaml
 from service_jobs import create, service, step
-from tiny_models import VOCABULARY
 
 from axolotl.integrations.protrain.service.adapters import folder_of
 from axolotl.integrations.protrain.service.engine import AdapterService
-from axolotl.integrations.protrain.service.sampling import Asked, SamplingParams
+from axolotl.integrations.protrain.service.sampling import SamplingParams
 
 PROMPTS = [[5, 9, 40], [7] * 11, [100, 3, 250, 17, 8, 61, 90]]
 GREEDY = SamplingParams(temperature=0, max_tokens=20, stop=[])
@@ -59,9 +58,7 @@ def as_generate(path: Path) -> dict[str, Any]:
     def generated(model: Any) -> list[list[int]]:
         longest = max(map(len, PROMPTS))
         tokens = torch.tensor([[0] * (longest - len(p)) + p for p in PROMPTS])
-        mask = torch.tensor(
-            [[0] * (longest - len(p)) + [1] * len(p) for p in PROMPTS]
-        )
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in PROMPTS])
         out = model.generate(
             input_ids=tokens,
             attention_mask=mask,

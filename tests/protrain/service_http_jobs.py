@@ -197,7 +197,7 @@ def misused(path: Path) -> dict[str, Any]:
         post("replaces", "save_weights", json={**NAMED, "seq_id": 7, "overwrite": True})
         post("replaced", "retrieve_future", json={"request_id": "a:7"})
         post("ttl", "save_weights", json={**NAMED, "ttl_seconds": 3600})
-        unnamed = {"model_id": "a", "sampling_session_seq_id": 0}
+        unnamed = {"model_id": "a", "sampling_session_seq_id": 0, "kind": "inflight"}
         post("unnamed", "save_weights_for_sampler", json=unnamed)
         for what, name in (("NUL", "a\0b"), ("up", "../x"), ("long", "n" * 4096)):
             post(what, "save_weights", json={**NAMED, "path": name})

@@ -190,7 +190,7 @@ def test_misuse_of_the_protocol_is_answered(served: Path) -> None:
         "kept": (200, "is there already"),
         "replaced": (200, "tinker://a/weights/x"),
         "ttl": (422, "ttl_seconds has to be left out"),
-        "unnamed": (422, "Sampling is not served here"),
+        "unnamed": (422, "kind: Input should be 'snapshot'"),
         "NUL": (422, "cannot be a name"),
         "up": (422, "cannot be a name"),
         "long": (422, "cannot be a name"),

@@ -55,7 +55,7 @@ NO_EFFECT = {
     "streaming* pretrain_* pretraining_* *sample_packing* multipack_* batch_flattening "
     "max_packed_sequence_len group_by_length curriculum_sampling min_sample_len "
     "max_prompt_len excess_length_strategy train_on_inputs remove_unused_columns "
-    "total_*_tokens dataloader_* use_pose pose_* chat_template* eot_tokens "
+    "total_*_tokens dataloader_* use_pose pose_* eot_tokens "
     "default_system_message processor_type processor_kwargs image_* role_boundaries",
     "what trains, and where": "lora_dropout unfrozen_parameters freeze_mm_modules "
     "spectrum_* lora_*_kernel torch_compile* *gradient_checkpointing* "

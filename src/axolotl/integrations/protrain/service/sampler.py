@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from ..core.errors import RequestError
 from .passes import Passes
 from .samples import Request, Samples
-from .sampling import Asked, Row, SamplingParams, Stops, Wanted
+from .sampling import Asked, Row, SamplingParams, Shown, Stops, Wanted
 from .sessions import Sessions
 from .text import Text
 from .turns import TENSOR_BYTES, Ticket, Turns
@@ -55,7 +55,7 @@ class Sampler:
         number: int | None = None,
         about: Asked | None = None,
         num_top: int = 0,
-        show: Callable[[int, int, float], None] | None = None,
+        show: Callable[[Shown], None] | None = None,
     ) -> Ticket:
         """Sample with the weights of a session.
 
@@ -67,8 +67,8 @@ class Sampler:
             number: Of the request; one of the same number is answered once.
             about: What is asked about the prompt.
             num_top: So many of the likeliest tokens at each place of the samples.
-            show: Told the number of a sample, a token and its log-probability, each on
-                the thread that decodes, which it must not hold up.
+            show: Told each token, on the thread that decodes, which it must not hold
+                up.
 
         Returns:
             A future of `Sampled`.

@@ -138,6 +138,16 @@ class Top:
 
 
 @dataclass(frozen=True)
+class Shown:
+    """A token while its sample, of some number, is still made; `top` as in `Top`."""
+
+    number: int
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+@dataclass(frozen=True)
 class Sample:
     """One sample: `tokens` int32 and `logprobs` float32 of shape [length], the one that has
     ended it included."""
@@ -256,7 +266,7 @@ class Row:
         number: Of its request.
         most: Tokens that it may have.
         num_top: How many of the likeliest tokens are told at each place.
-        show: Told each token with its log-probability, on the thread that decodes.
+        show: Told each token, on the thread that decodes.
     """
 
     prompt: list[int]
@@ -265,7 +275,7 @@ class Row:
     number: int
     most: int
     num_top: int = 0
-    show: Callable[[int, int, float], None] | None = None
+    show: Callable[[Shown], None] | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     reason: Reason | None = None
@@ -292,15 +302,17 @@ class Row:
         """Add a token; `every` are log-probabilities of the whole vocabulary."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
+        top: list[tuple[int, float]] = []
         if self.num_top:
             best = every.topk(min(self.num_top, every.numel()))
             self._top.append((best.indices.int().cpu(), best.values.cpu()))
+            top = [*zip(*(part.tolist() for part in self._top[-1]), strict=True)]
         if self.stops.ended(self.tokens):
             self.reason = "stop"
         elif len(self.tokens) >= self.most:
             self.reason = "length"
         if self.show is not None:
-            self.show(self.number, token, logprob)
+            self.show(Shown(self.number, token, logprob, top))
 
     def sample(self) -> Sample:
         """Return what it has become."""
