@@ -310,7 +310,8 @@ def kept(path: Path) -> dict[str, Any]:
             asked = [
                 sample(name, prompt, GREEDY) for prompt in PROMPTS for name in each
             ]
-            return [told(one.result()) for one in asked]
+            # who shares a wave, and so how sums are rounded, is a matter of time
+            return [told(one.result())[0][0] for one in asked]
 
         before = both()
         found["apart"] = len({str(answer) for answer in before[:4]})
@@ -320,7 +321,8 @@ def kept(path: Path) -> dict[str, Any]:
         served.save("c", "end", whole=False).result()
         found["replaced"] = both() == before
         newer = served.sessions.make("newer", saved).name
-        found["newer"] = told(sample(newer, PROMPTS[0], GREEDY).result()) != before[1]
+        fresh = told(sample(newer, PROMPTS[0], GREEDY).result())[0][0]
+        found["newer"] = fresh != before[1]
         for name in "bc":
             served.unload(name)
         # models that need the room

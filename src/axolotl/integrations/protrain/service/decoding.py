@@ -142,6 +142,12 @@ class Wave:
         """Rows that have not ended."""
         return [row for row in self.rows if row.reason is None]
 
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of what was read."""
+        read = 0 if self._mask is None else self._mask.numel()
+        return self._decoder.kv_bytes * read
+
     def logits(self) -> Tensor:
         """Read what each row has new; see `Decoder.logits`."""
         if self._away:

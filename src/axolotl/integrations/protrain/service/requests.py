@@ -20,7 +20,7 @@ from .live import AdamParams
 from .losses import Datum
 from .messages import MOST_ROWS, data_of, read_request, settings_of, shaped
 from .sample_requests import SAMPLING, session_name
-from .turns import Ticket
+from .turns import MOST_WAITING, Ticket
 from .wire import (
     ID,
     Input,
@@ -174,6 +174,7 @@ _CLIENT = {
     # a wave may take longer than a client waits for progress
     "sample_enable_stuck_detection": False,
     "sample_join_sampling_session": True,
+    "sample_max_concurrent_requests": MOST_WAITING,
 }
 """Settings of a client."""
 ANSWERED: dict[str, tuple[type[Message] | None, Callable[..., dict[str, Any]]]] = {

@@ -4,28 +4,31 @@
 
 Everything that waits stands in one line (`turns`): each model that trains has a place in
 it, and each set of weights that somebody samples with. Whoever had a turn goes to its end.
-A turn of training is one request. A turn of sampling is one wave, the rows that have waited
-longest for these weights, as many as decode at once; after `TURN_STEPS` tokens of each it
-ends where anybody else waits. What its rows have read goes to the host then and comes back
-with the next turn, so nothing is computed twice and no number depends on who else waits. So
-between two turns of one there is at most one of each other: nobody starves, a long sample no
-more than a long training. Rows that come while a wave decodes are in the next one.
+A turn of training is one request. A turn of sampling is one wave, as many rows as decode at
+once; after `TURN_STEPS` tokens of each it ends where anybody else waits. What its rows have
+read goes to the host then and comes back with the next turn, so nothing is computed twice
+and no number depends on who else waits. So between two turns of one there is at most one of
+each other: nobody starves, a long sample no more than a long training. A wave takes a row of
+each request in turn, so that one with many rows holds up none with few; those that come
+while it decodes are in the next one.
 
 # Note [A wave without room]
 
 The plan does not count keys and values; `Decoder.rows_at_once` bounds them. Where the device
 runs out of memory all the same, the wave is halved: its rows keep their tokens, which are
 read again with their prompts, and later waves have no more rows than the half. A single row
-without room is refused.
+without room is refused. What goes to the host counts as memory of requests; where there is
+no room, it is dropped, and read again.
 """
 
 from __future__ import annotations
 
 import gc
 import traceback
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from threading import RLock
 
 import torch
@@ -35,13 +38,13 @@ from ..core.errors import RequestError
 from .decoding import Decoder, Wave
 from .passes import Passes
 from .sampling import Asked, Row, Sampled, Scored, choose
-from .turns import Ticket
+from .turns import Ticket, Turns
 
 TURN_STEPS = 32
 """Tokens of each row in a turn of sampling while somebody else waits."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
     """What a client has asked for once: samples of one prompt.
 
@@ -62,15 +65,50 @@ class Request:
             told = self.scored.told(self.asked) if self.scored else ()
             self.ticket.settle(Sampled(samples, *told))
 
+    def end(self) -> None:
+        """Stop its rows: it was answered otherwise."""
+        for row in self.rows:
+            row.reason = row.reason or "length"
+
 
 @dataclass
 class _Queue:
-    """What waits for a set of weights, and what decodes with them."""
+    """What waits for a set of weights, and what decodes with them.
 
-    waiting: deque[tuple[Request, Row]] = field(default_factory=deque)
+    Attributes:
+        waiting: Rows by request, in the order in which they are next.
+        requests: That have rows in the wave.
+        kept_bytes: Of the host, for what the wave has read.
+    """
+
+    waiting: OrderedDict[Request, deque[Row]] = field(default_factory=OrderedDict)
     wave: Wave | None = None
     requests: list[Request] = field(default_factory=list)
     has_turn: bool = False
+    kept_bytes: int = 0
+
+    def pick(self, most: int) -> list[Row]:
+        """Take a row of each request in turn."""
+        found: list[Row] = []
+        while self.waiting and len(found) < most:
+            request, rows = self.waiting.popitem(last=False)
+            if request.ticket.done():
+                # nobody waits for it any longer
+                continue
+            found.append(rows.popleft())
+            if rows:
+                self.waiting[request] = rows
+            if request not in self.requests:
+                self.requests.append(request)
+        return found
+
+    def put_back(self, rows: Iterable[Row]) -> None:
+        """Let rows of the wave be the next ones."""
+        owners = {id(row): request for request in self.requests for row in request.rows}
+        for row in reversed([*rows]):
+            request = owners[id(row)]
+            self.waiting.setdefault(request, deque()).appendleft(row)
+            self.waiting.move_to_end(request, last=False)
 
 
 class Samples:
@@ -80,9 +118,8 @@ class Samples:
     Args:
         decoder: Of the model.
         passes: Read prompts.
-        take_turn: Gives a set of weights a place in the line of all.
-        others_wait: Tells whether anybody else is in it.
-        stopped: Tells whether the server is.
+        turns: The line of all.
+        sample: Shows weights and makes a `turn` of them.
         between: Called once a forward is queued.
         forget: Undoes a forward that has failed.
 
@@ -94,15 +131,13 @@ class Samples:
         self,
         decoder: Decoder,
         passes: Passes,
-        take_turn: Callable[[str], None],
-        others_wait: Callable[[], bool],
-        stopped: Callable[[], bool],
+        turns: Turns,
+        sample: Callable[[str], None],
         between: Callable[[], None],
         forget: Callable[[], None],
     ) -> None:
-        self._decoder, self._passes = decoder, passes
-        self._take_turn, self._others_wait = take_turn, others_wait
-        self._stopped, self._between, self._forget = stopped, between, forget
+        self._decoder, self._passes, self._turns = decoder, passes, turns
+        self._sample, self._between, self._forget = sample, between, forget
         self._queues: dict[str, _Queue] = {}
         self._lock = RLock()
         self._most_rows = decoder.rows_at_once
@@ -120,16 +155,17 @@ class Samples:
         """
         with self._lock:
             queue = self._queues.setdefault(key, _Queue())
-            queue.waiting.extend((request, row) for row in request.rows)
+            queue.waiting[request] = deque(request.rows)
             self._go_on(key, queue)
 
     def counts(self) -> dict[str, int]:
         """Rows that wait, rows that decode, and tokens so far."""
         with self._lock:
             queues = [*self._queues.values()]
+            waiting = [rows for queue in queues for rows in queue.waiting.values()]
             waves = [queue.wave for queue in queues if queue.wave is not None]
             return {
-                "waiting": sum(len(queue.waiting) for queue in queues),
+                "waiting": sum(map(len, waiting)),
                 "decoding": sum(len(wave.going) for wave in waves),
                 "tokens": self.tokens,
             }
@@ -141,12 +177,13 @@ class Samples:
             Exception: What a forward raises; `fail` ends the wave then.
         """
         queue = self._queues.get(key, _Queue())
+        self._let_go_of(queue)
         if queue.wave is None:
             self._begin(queue)
         steps = 0
-        while queue.wave is not None and not self._stopped():
-            if steps >= TURN_STEPS and self._others_wait():
-                queue.wave.leave()
+        while queue.wave is not None and not self._turns.stopped:
+            if steps >= TURN_STEPS and self._turns.peek() is not None:
+                self._set_aside(queue, queue.wave)
                 return
             self._step(queue)
             steps += 1
@@ -164,7 +201,8 @@ class Samples:
     def drop(self, key: str) -> None:
         """Forget weights that nobody samples with any longer."""
         with self._lock:
-            self._queues.pop(key, None)
+            queue = self._queues.pop(key, _Queue())
+        self._let_go_of(queue)
 
     def fail(self, key: str, error: BaseException) -> None:
         """Answer the requests of a wave that cannot go on."""
@@ -172,38 +210,45 @@ class Samples:
         requests, queue.requests, queue.wave = queue.requests, [], None
         for request in requests:
             request.ticket.settle(error=error)
-        self._drop_answered(queue)
 
     def _go_on(self, key: str, queue: _Queue) -> None:
         if not queue.has_turn:
-            self._take_turn(key)
+            self._turns.add(key, None, Ticket(partial(self._sample, key), None))
             queue.has_turn = True
 
+    def _set_aside(self, queue: _Queue, wave: Wave) -> None:
+        nbytes = wave.nbytes
+        try:
+            self._turns.reserve(nbytes)
+        except RequestError:
+            # see Note [A wave without room]
+            queue.wave = Wave(self._decoder, wave.going)
+            return
+        queue.kept_bytes = nbytes
+        wave.leave()
+
+    def _let_go_of(self, queue: _Queue) -> None:
+        self._turns.release(queue.kept_bytes)
+        queue.kept_bytes = 0
+
     def _begin(self, queue: _Queue) -> None:
-        """Form a wave of those that have waited longest, and read what is asked about
-        their prompts."""
+        """Form a wave, and read what is asked about its prompts."""
         with self._lock:
-            self._drop_answered(queue)
-            some = [
-                queue.waiting.popleft()
-                for _ in range(min(self._most_rows, len(queue.waiting)))
-            ]
-            known = {id(request): request for request in queue.requests}
-            known |= {id(request): request for request, _ in some}
-            queue.requests = [*known.values()]
-        self._score(
-            [one for one in queue.requests if one.asked.reads and not one.scored]
-        )
-        for request, row in some:
-            if request.scored is not None and row.most == 1:
-                # the prompt has been read: nothing is left to decode
-                choose([row], request.scored.last[None])
-                self.tokens += 1
-        self._go_with(queue, [row for _, row in some if row.reason is None])
+            rows = queue.pick(self._most_rows)
+        self._score([one for one in queue.requests if one.asked.reads])
+        picked = {id(row) for row in rows}
+        for request in queue.requests:
+            for row in request.rows:
+                if request.scored and row.most == 1 and id(row) in picked:
+                    # the prompt has been read: nothing is left to decode
+                    choose([row], request.scored.last[None])
+                    self.tokens += 1
+        self._go_with(queue, [row for row in rows if row.reason is None])
 
     def _score(self, requests: list[Request]) -> None:
-        every = self._passes.score([request.asked for request in requests])
-        for request, scored in zip(requests, every, strict=True):
+        new = [request for request in requests if request.scored is None]
+        every = self._passes.score([request.asked for request in new])
+        for request, scored in zip(new, every, strict=True):
             request.scored = scored
         self._between()
 
@@ -225,15 +270,17 @@ class Samples:
             return
         self._halve(queue, wave.going, shortage)
 
+    def _go_with(self, queue: _Queue, rows: list[Row]) -> None:
+        queue.wave = Wave(self._decoder, rows)
+        self._end_rows(queue)
+
     def _end_rows(self, queue: _Queue) -> None:
         """Answer what is whole; a wave ends with its last row."""
         assert queue.wave is not None
         for request in queue.requests:
             request.settle()
             if request.ticket.done():
-                # nobody waits for rows of one that was refused meanwhile
-                for row in request.rows:
-                    row.reason = row.reason or "length"
+                request.end()
         queue.requests = [one for one in queue.requests if not one.ticket.done()]
         if not queue.wave.going:
             queue.wave = None
@@ -245,37 +292,22 @@ class Samples:
         gc.collect()
         if self._decoder.device.type == "cuda":
             torch.cuda.empty_cache()
-        if len(rows) == 1:
-            (row,) = rows
-            nbytes = self._decoder.kv_bytes * (len(row.prompt) + len(row.tokens) + 1)
-            error = RequestError(
-                f"prompt: the device has no room for one row of {len(row.prompt)} tokens "
-                f"and {len(row.tokens) + 1} more, whose keys and values take "
-                f"{nbytes:,} bytes ({shortage}). Ask for a shorter prompt or fewer "
-                "max_tokens, or serve a smaller sequence_len.",
-                413,
-            )
-            for request in queue.requests:
-                if any(one is row for one in request.rows):
-                    request.ticket.settle(error=error)
-            queue.requests = [one for one in queue.requests if not one.ticket.done()]
+        if len(rows) > 1:
+            self._most_rows = half = len(rows) // 2
+            with self._lock:
+                queue.put_back(rows[half:])
+            self._go_with(queue, rows[:half])
             return
-        self._most_rows = half = len(rows) // 2
-        with self._lock:
-            queue.waiting.extendleft(reversed([*self._of(queue, rows[half:])]))
-        self._go_with(queue, rows[:half])
-
-    def _of(self, queue: _Queue, rows: list[Row]) -> Iterator[tuple[Request, Row]]:
-        wanted = {id(row) for row in rows}
+        (row,) = rows
+        new = len(row.tokens) + 1
+        nbytes = self._decoder.kv_bytes * (len(row.prompt) + new)
+        error = RequestError(
+            f"prompt: the device has no room for one row of {len(row.prompt)} tokens and "
+            f"{new} more, whose keys and values take {nbytes:,} bytes ({shortage}). Ask "
+            "for a shorter prompt or fewer max_tokens, or serve a smaller sequence_len.",
+            413,
+        )
         for request in queue.requests:
-            yield from ((request, row) for row in request.rows if id(row) in wanted)
-
-    def _go_with(self, queue: _Queue, rows: list[Row]) -> None:
-        queue.wave = Wave(self._decoder, rows)
-        self._end_rows(queue)
-
-    def _drop_answered(self, queue: _Queue) -> None:
-        """Without rows whose request was refused while they waited."""
-        with self._lock:
-            live = [one for one in queue.waiting if not one[0].ticket.done()]
-            queue.waiting = deque(live)
+            if any(one is row for one in request.rows):
+                request.ticket.settle(error=error)
+        self._go_with(queue, [])

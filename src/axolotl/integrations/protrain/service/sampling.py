@@ -257,7 +257,7 @@ class Sampled:
         )
 
 
-@dataclass
+@dataclass(eq=False)
 class Row:
     """A sample while it is made.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
-from functools import partial
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -75,9 +74,8 @@ class Steps:
         self.samples = Samples(
             Decoder(cfg, run.session, pad),
             self.passes,
-            self._take_turn,
-            lambda: turns.peek() is not None,
-            lambda: turns.stopped,
+            turns,
+            self.sample,
             self._prefetch,
             self._session.forget_gradients,
         )
@@ -102,9 +100,6 @@ class Steps:
         self.samples.drop(key)
         if key in self._turns:
             self._turns.close(key)
-
-    def _take_turn(self, key: str) -> None:
-        self._turns.add(key, None, Ticket(partial(self.sample, key), None))
 
     def sample(self, key: str) -> None:
         """Make a turn of sampling with the weights of a key."""

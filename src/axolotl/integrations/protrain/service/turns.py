@@ -267,7 +267,7 @@ class Turns:
         with self._changed:
             line = self._lines.get(model, _Line(next=number))
             waits = line.next < number and line.next not in line.tickets
-            return line.next if waits else None
+            return line.next if waits and not line.apart else None
 
     def close(self, model: str) -> None:
         """Forget a model; its requests that wait are refused.
