@@ -17,17 +17,13 @@ from torch import Tensor
 
 from axolotl.integrations.protrain.core.errors import ProTrainError
 from axolotl.integrations.protrain.service import sessions
-from axolotl.integrations.protrain.service.adapters import folder_of
+from axolotl.integrations.protrain.service.adapters import WEIGHTS, folder_of
+from axolotl.integrations.protrain.service.answers import Asked, Sampled, Wanted
 from axolotl.integrations.protrain.service.decoding import kv_bytes_per_token
 from axolotl.integrations.protrain.service.engine import AdapterService
 from axolotl.integrations.protrain.service.losses import Datum
 from axolotl.integrations.protrain.service.samples import TURN_STEPS
-from axolotl.integrations.protrain.service.sampling import (
-    Asked,
-    Sampled,
-    SamplingParams,
-    Wanted,
-)
+from axolotl.integrations.protrain.service.sampling import SamplingParams
 from axolotl.integrations.protrain.service.text import Text, TextStream
 
 PROMPTS = [[5, 9, 40], [7] * 11, [100, 3, 250, 17, 8, 61, 90], [33, 4], [260] * 5]
@@ -276,6 +272,9 @@ def scored(path: Path) -> dict[str, Any]:
             ]
             tops = answers[0].prompt_top
             found[f"top {name}"] = list(tops.tokens.shape), int(tops.tokens[0].sum())
+        lone = Asked(logprobs=True, num_top=2, wanted=Wanted(torch.zeros(0, 1).long()))
+        answer = served.sampler.sample(made, [5], many, about=lone).result()
+        found["one token"] = answer.prompt_logprobs.isnan().tolist()
         length = len(prompts[0])
         places = torch.full((length - 1, 2), -1)
         places[2, 1] = prompts[0][3]
@@ -352,10 +351,15 @@ def many_sessions(path: Path) -> dict[str, Any]:
             session_of(served, "c", f"s{number}")
         found["busy"] = refusal(lambda: asked)
         found["first"] = refusal(lambda: sample(first, PROMPTS[0], GREEDY))
-        found["last"] = refusal(lambda: sample("s8", PROMPTS[0], GREEDY))
+        found["last"] = refusal(lambda: sample("s7", PROMPTS[0], GREEDY))
         served.save("c", "now").result()
         own = served.folder / "_samplers/unnamed"
         found["folders"] = len([*own.glob("[!_]*")])
+        # somebody has removed the weights: who waits is told, and no turn is left over
+        for folder in own.glob("[!_]*"):
+            (folder / WEIGHTS).unlink()
+        waiting = [sample("s8", prompt, GREEDY) for prompt in PROMPTS]
+        found["removed"] = [refusal(lambda one=one: one) for one in waiting]
         # one that was let go comes again under its name
         again = session_of(served, "c", "s0")
         found["again"] = refusal(lambda: sample(again, PROMPTS[0], GREEDY))
@@ -395,6 +399,14 @@ def turns(path: Path) -> dict[str, Any]:
         # two sets of weights sample, each for a turn
         found["most"] = max(gaps), 2 * TURN_STEPS * 12
         found["before"] = sum(one < first + 40 * 50 for one in marks)
+
+        # where the host has no room for what goes aside, it is read again
+        asked = [sample(made, PROMPTS[0], params, 40), sample(rest, [5], params, 40)]
+        with patch.object(served.turns, "most_bytes", served.turns.used_bytes):
+            again = told(asked[0].result())
+            asked[1].result()
+        found["same read again"] = [a[0] for a in again] == [a[0] for a in alone]
+        found["left"] = served.turns.used_bytes < 1 << 20
 
         # the other way round: a line of training, and one sample
         done: list[bool] = []

@@ -88,6 +88,7 @@ def test_prompts_are_scored_as_a_pass_does(served: Path) -> None:
         assert all(found[f"twice {what}"]), what
         assert found[f"top {what}"] == ([9, 3], 0)
     assert found["tokens one"] == found["tokens many"]
+    assert found["one token"] == [True]
     assert found["last"] and found["wanted"] and found["others"] == 1
 
 
@@ -109,6 +110,7 @@ def test_sessions_that_nobody_uses_are_let_go(served: Path) -> None:
     assert not found["busy"] and not found["last"] and not found["again"]
     assert "there is no session s0, or no longer" in found["first"]
     assert found["folders"] == 4 and not found["closed"]
+    assert all("cannot be read" in why for why in found["removed"])
 
 
 def test_training_and_sampling_starve_neither(served: Path) -> None:
@@ -116,6 +118,7 @@ def test_training_and_sampling_starve_neither(served: Path) -> None:
     sample; and a wave that goes aside would come back with other numbers."""
     found = call(sampling_jobs.turns, served, at=served.parent)
     assert found["same losses"] and found["same samples"]
+    assert found["same read again"] and found["left"]
     most, allowed = found["most"]
     assert 0 < most <= allowed, found
     assert found["before"] > 1 and found["before the last"]

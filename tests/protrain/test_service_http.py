@@ -192,6 +192,7 @@ def test_who_calls_and_how_much_is_checked(served: Path) -> None:
         for route in ("healthz", "api/v1/status"):
             assert told[f"{what} {route}"] == (200 if what in good else 403), what
     assert told["no key"] == 403
+    assert (told["bearer"], told["no bearer"]) == (200, 401)
     accepted, refused = told["waiting"]
     assert accepted > 3 and refused > 3 and told["used"] < 1 << 20, told
     assert told["retry"][0] == "1" and "--request-memory" in told["retry"][1]

@@ -75,7 +75,7 @@ class AdapterLayout:
 
     @property
     def weight_bytes(self) -> int:
-        """Of the weights alone, which come first."""
+        """Bytes of the weights alone, which come first."""
         return self._part_bytes
 
     @property
@@ -256,10 +256,10 @@ class AdapterStore:
 
         Raises:
             RequestError: There are none.
-            OSError: The folder cannot be made.
+            CheckpointError: The folder cannot be made.
         """
-        target.mkdir(parents=True, exist_ok=True)
         try:
+            target.mkdir(parents=True, exist_ok=True)
             with self._renaming:
                 for name in (WEIGHTS, ABOUT):
                     _linked(source / name, target / name)
@@ -268,6 +268,10 @@ class AdapterStore:
                 f"path: there are no weights to sample with at {source.parent.name}/"
                 f"{source.name} of {source.parent.parent.name}.",
                 404,
+            ) from error
+        except OSError as error:
+            raise CheckpointError(
+                f"{target} cannot be made ({error}). Free some space."
             ) from error
 
     def drop(self, model: str) -> None:

@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ..core.errors import RequestError
-from .sampling import MASKED, Sample, SamplingParams, Shown
+from .answers import MASKED, Sample, Shown
+from .sampling import SamplingParams
 from .text import Text, TextStream
 
 _WITHOUT_EFFECT = frozenset(
@@ -44,7 +45,7 @@ class _StreamOptions(BaseModel):
 
 
 class Asking(BaseModel):
-    """What completions and chats share."""
+    """A request for text: the fields that completions and chats share."""
 
     model_config = ConfigDict(extra="forbid")
     kind: ClassVar[str]

@@ -19,9 +19,9 @@ from fastapi.responses import StreamingResponse
 
 from ..core.errors import RequestError
 from .adapters import SAMPLERS
+from .answers import Shown
 from .completion_messages import Answering, Asking
 from .engine import AdapterService
-from .sampling import Shown
 from .text import TextStream
 from .turns import Ticket
 

@@ -74,21 +74,30 @@ class Decoder:
         base: Any = model.get_base_model()
         self._takes = inspect.signature(base.forward).parameters.keys()
         self._config = base.config
+        self._why_not = ""
+        self.kv_bytes, self.rows_at_once = 0, int(cfg.micro_batch_size)
+        if "past_key_values" not in self._takes:
+            self._why_not = "its forward keeps no keys and values (past_key_values)"
+            return
         dtype: torch.dtype = self._autocast or base.dtype
-        self.kv_bytes = kv_bytes_per_token(base.config, dtype)
-        self.rows_at_once = rows_at_once(cfg, base.config, dtype)
+        try:
+            self.kv_bytes = kv_bytes_per_token(base.config, dtype)
+            self.rows_at_once = rows_at_once(cfg, base.config, dtype)
+        except (AttributeError, TypeError) as error:
+            # it trains all the same
+            self._why_not = f"its config does not say how large these are ({error})"
 
     def require_cache(self) -> None:
         """Refuse what this base cannot do.
 
         Raises:
-            RequestError: Its forward keeps no keys and values.
+            RequestError: It does not keep what it has read as transformers does.
         """
-        if "past_key_values" not in self._takes:
+        if self._why_not:
+            name = type(self._model.get_base_model()).__name__
             raise RequestError(
-                f"sampling: {type(self._model.get_base_model()).__name__} keeps no keys "
-                "and values of transformers (past_key_values), which samples are made "
-                "with. Use save_weights_for_sampler and a server that has this model."
+                f"sampling: {name} trains here and does not sample: {self._why_not}. Use "
+                "save_weights_for_sampler and a server that has this model."
             )
 
     def new_cache(self) -> DynamicCache:

@@ -24,13 +24,13 @@ from pydantic import BaseModel, Field, ValidationError
 from starlette.requests import ClientDisconnect
 
 from ..core.errors import ProTrainError, RequestError
+from .answers import Sampled
 from .completion_messages import Asking, Chat, Completion
 from .completions import complete, models, wrong
 from .engine import AdapterService
 from .messages import output_bytes, sampled_bytes
 from .requests import ANSWERED, QUEUED, REFUSED, UNLOADED, answer, queue
 from .sample_requests import as_json, sampler_info
-from .sampling import Sampled
 from .sessions import SavedSession
 from .wire import worded
 

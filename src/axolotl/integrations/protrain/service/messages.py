@@ -15,8 +15,8 @@ from google.protobuf.message import DecodeError
 from torch import Tensor
 
 from ..core.errors import RequestError
+from .answers import Sampled, Top
 from .losses import Datum
-from .sampling import Sampled, Top
 
 MOST_ROWS = 1 << 16
 """Most rows of one request."""

@@ -14,8 +14,8 @@ from torch.nn.functional import cross_entropy, pad
 from ..core.engine.session import Session
 from ..core.errors import RequestError
 from ..job import autocast_dtype
+from .answers import MASKED, Asked, Scored, Top, Wanted
 from .losses import LOSSES, TARGETS, Datum, Settings, fault_of
-from .sampling import MASKED, Asked, Scored, Top, Wanted
 
 
 class Passes:

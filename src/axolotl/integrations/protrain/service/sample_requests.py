@@ -16,8 +16,10 @@ from pydantic import Field
 from torch import Tensor
 
 from ..core.errors import RequestError
+from .answers import MASKED, Asked, Sampled, Top, Wanted
 from .engine import AdapterService
-from .sampling import MASKED, Asked, Sampled, SamplingParams, Top, Wanted
+from .sampler import MOST_TOP
+from .sampling import SamplingParams
 from .wire import Input, Message, SessionMessage, Strict, TensorMessage, future_of
 
 _SESSION = r"^[A-Za-z0-9][A-Za-z0-9_:-]{0,99}$"
@@ -42,23 +44,39 @@ class _Targets(TensorMessage):
     sparse_crow_indices: list[int] | None = Field(None, fail_fast=True)
     sparse_col_indices: list[int] | None = Field(None, fail_fast=True)
 
-    def read(self) -> Wanted:
-        """Return the tokens that are named, dense."""
-        shape = self.shape or []
-        if self.dtype != "int64" or len(shape) != 2:
+    def read(self, length: int) -> Wanted:
+        """Return the tokens that are named for a prompt of some length, dense."""
+        shape, rows = self.shape or [], length - 1
+        if (
+            self.dtype != "int64"
+            or len(shape) != 2
+            or shape[0] != rows
+            or not 0 < shape[1] <= MOST_TOP
+        ):
             raise RequestError(
-                f"target_prompt_logprobs is {self.dtype} of shape {shape}; allowed is an "
-                "int64 tensor of two dimensions."
+                f"target_prompt_logprobs is {self.dtype} of shape {shape}; allowed is "
+                f"int64 of shape [{rows}, k]: a row for each token but the first, and 1 "
+                f"to {MOST_TOP} tokens in it."
             )
-        rows, columns = self.sparse_crow_indices, self.sparse_col_indices
-        if rows is None or columns is None:
-            return Wanted(_integers(self.data).view(shape))
-        listed = (torch.tensor(rows), torch.tensor(columns, dtype=torch.int64))
-        values = torch.sparse_csr_tensor(
-            *listed, _integers(self.data) + 1, shape, check_invariants=True
-        )
+        values = _integers(self.data)
+        if self.sparse_crow_indices is None or self.sparse_col_indices is None:
+            if values.numel() != rows * shape[1]:
+                raise RequestError(
+                    f"target_prompt_logprobs has {values.numel()} values and shape {shape}."
+                )
+            return Wanted(values.view(shape))
+        each = (self.sparse_crow_indices, self.sparse_col_indices)
+        try:
+            starts, columns = (torch.tensor(one, dtype=torch.int64) for one in each)
+            sparse = torch.sparse_csr_tensor(
+                starts, columns, values + 1, shape, check_invariants=True
+            )
+        except (RuntimeError, OverflowError) as error:
+            raise RequestError(
+                f"target_prompt_logprobs: its indices are none of CSR ({error})."
+            ) from error
         # what is not named is -1
-        return Wanted(values.to_dense() - 1, listed)
+        return Wanted(sparse.to_dense() - 1, (starts, columns))
 
 
 class _Sample(Strict):
@@ -78,14 +96,14 @@ class _Sample(Strict):
     prompt_alt_tokens_k: int = 0
     record_stability_info: bool | None = None
 
-    def about(self) -> Asked:
-        """Return what is asked about the prompt."""
+    def about(self, length: int) -> Asked:
+        """Return what is asked about the prompt, which has so many tokens."""
         targets = self.target_prompt_logprobs
         return Asked(
             logprobs=bool(self.prompt_logprobs),
             last_n=self.prompt_logprobs_last_n,
             num_top=self.topk_prompt_logprobs,
-            wanted=None if targets is None else targets.read(),
+            wanted=None if targets is None else targets.read(length),
         )
 
 
@@ -121,16 +139,18 @@ def _sample(service: AdapterService, asked: _Sample) -> dict[str, Any]:
         )
     if asked.record_stability_info:
         raise RequestError("record_stability_info: none is recorded here.")
+    tokens = asked.prompt.tokens()
+    service.sampler.check_prompt(tokens)
     name = asked.sampling_session_id
     if name is None:
         name = service.sessions.of_path(asked.model_path).name
     ticket = service.sampler.sample(
         name,
-        asked.prompt.tokens(),
+        tokens,
         asked.sampling_params,
         asked.num_samples,
         asked.seq_id,
-        asked.about(),
+        asked.about(len(tokens)),
         asked.topk_sample_logprobs,
     )
     each = range(asked.num_samples)
@@ -202,6 +222,6 @@ def _pairs(top: Top) -> list[list[tuple[int, float]] | None]:
 def _integers(values: list[float]) -> Tensor:
     every = torch.tensor(values, dtype=torch.float64)
     whole = every.to(torch.int64)
-    if not whole.equal(every):
+    if not whole.to(torch.float64).equal(every):
         raise RequestError("target_prompt_logprobs: tokens are not integers.")
     return whole

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ..core.errors import RequestError
+from .answers import Asked, Shown, Wanted
 from .passes import Passes
 from .samples import Request, Samples
-from .sampling import Asked, Row, SamplingParams, Shown, Stops, Wanted
+from .sampling import Row, SamplingParams, Stops
 from .sessions import Sessions
 from .text import Text
 from .turns import TENSOR_BYTES, Ticket, Turns
@@ -17,7 +18,7 @@ MOST_SAMPLES = 1024
 MOST_TOP = 256
 """The likeliest tokens that may be asked for at one place."""
 _TOKEN_BYTES = 128
-"""Of the host, for a sampled token while it is one of Python's."""
+"""Bytes of the host for a sampled token while it is one of Python's."""
 
 
 class Sampler:
@@ -78,6 +79,7 @@ class Sampler:
         """
         asked, tokens = about or Asked(), [*prompt]
         made = self.sessions.of(session)
+        self.check_prompt(tokens)
         self._check(tokens, num_samples, num_top, asked)
         self._samples.require_cache()
         most = self.longest + 1 - len(tokens)
@@ -107,13 +109,12 @@ class Sampler:
         """See `Samples.counts`."""
         return self._samples.counts()
 
-    def _check(
-        self, prompt: list[int], num_samples: int, num_top: int, asked: Asked
-    ) -> None:
-        if not 1 <= num_samples <= MOST_SAMPLES:
-            raise RequestError(
-                f"num_samples: {num_samples}; allowed are 1 to {MOST_SAMPLES}."
-            )
+    def check_prompt(self, prompt: Sequence[int]) -> None:
+        """Refuse a prompt that no pass may see.
+
+        Raises:
+            RequestError: What is wrong with it.
+        """
         if not 0 < len(prompt) <= self.longest:
             raise RequestError(
                 f"prompt: {len(prompt)} tokens; allowed are 1 to {self.longest}, the "
@@ -124,6 +125,14 @@ class Sampler:
             raise RequestError(
                 f"prompt: token {wrong[0]}; the vocabulary has 0 to "
                 f"{self._vocabulary - 1}."
+            )
+
+    def _check(
+        self, prompt: list[int], num_samples: int, num_top: int, asked: Asked
+    ) -> None:
+        if not 1 <= num_samples <= MOST_SAMPLES:
+            raise RequestError(
+                f"num_samples: {num_samples}; allowed are 1 to {MOST_SAMPLES}."
             )
         for what, k in (("prompt", asked.num_top), ("sample", num_top)):
             if not 0 <= k <= MOST_TOP:

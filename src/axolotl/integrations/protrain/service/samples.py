@@ -35,9 +35,10 @@ import torch
 
 from ..core.engine.device import is_shortage
 from ..core.errors import RequestError
+from .answers import Asked, Sampled, Scored
 from .decoding import Decoder, Wave
 from .passes import Passes
-from .sampling import Asked, Row, Sampled, Scored, choose
+from .sampling import Row, choose
 from .turns import Ticket, Turns
 
 TURN_STEPS = 32
@@ -46,7 +47,7 @@ TURN_STEPS = 32
 
 @dataclass(eq=False)
 class Request:
-    """What a client has asked for once: samples of one prompt.
+    """A client's request: samples of one prompt.
 
     Attributes:
         ticket: Its answer.
@@ -73,7 +74,7 @@ class Request:
 
 @dataclass
 class _Queue:
-    """What waits for a set of weights, and what decodes with them.
+    """The rows that wait for a set of weights, and those that decode with them.
 
     Attributes:
         waiting: Rows by request, in the order in which they are next.
@@ -87,14 +88,17 @@ class _Queue:
     has_turn: bool = False
     kept_bytes: int = 0
 
+    def forget_answered(self) -> None:
+        """Let requests go that nobody waits for any longer."""
+        for request in [one for one in self.waiting if one.ticket.done()]:
+            del self.waiting[request]
+
     def pick(self, most: int) -> list[Row]:
         """Take a row of each request in turn."""
         found: list[Row] = []
+        self.forget_answered()
         while self.waiting and len(found) < most:
             request, rows = self.waiting.popitem(last=False)
-            if request.ticket.done():
-                # nobody waits for it any longer
-                continue
             found.append(rows.popleft())
             if rows:
                 self.waiting[request] = rows
@@ -193,6 +197,7 @@ class Samples:
         with self._lock:
             queue = self._queues.setdefault(key, _Queue())
             queue.has_turn = False
+            queue.forget_answered()
             if queue.wave is not None or queue.waiting:
                 self._go_on(key, queue)
             else:
@@ -205,11 +210,15 @@ class Samples:
         self._let_go_of(queue)
 
     def fail(self, key: str, error: BaseException) -> None:
-        """Answer the requests of a wave that cannot go on."""
+        """Answer the requests of a wave that cannot go on, or all that wait where none
+        could begin."""
         queue = self._queues.get(key, _Queue())
-        requests, queue.requests, queue.wave = queue.requests, [], None
+        with self._lock:
+            requests = queue.requests or [*queue.waiting]
+        queue.requests, queue.wave = [], None
         for request in requests:
             request.ticket.settle(error=error)
+            request.end()
 
     def _go_on(self, key: str, queue: _Queue) -> None:
         if not queue.has_turn:

@@ -37,7 +37,7 @@ class SavedSession:
 
 @dataclass(frozen=True)
 class Session:
-    """Who samples with which weights.
+    """A client's right to sample with certain weights.
 
     Attributes:
         path: That it was made from; None for the base alone, or a save without a name.

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ..core.errors import RequestError
+from jinja2 import TemplateError
+
+from ..core.errors import FOREIGN_ERRORS, RequestError
 
 _TAIL = 8
 """Tokens before the new ones that decide how these are written."""
@@ -25,7 +27,8 @@ class Text:
 
     def __init__(self, tokenizer: Any, model: Any) -> None:
         self._tokenizer = tokenizer
-        known = getattr(model.generation_config, "eos_token_id", None)
+        config = getattr(model, "generation_config", None)
+        known = getattr(config, "eos_token_id", None)
         found = known if isinstance(known, list) else [known]
         every = {*found, tokenizer.eos_token_id} - {None}
         self.ends: frozenset[int] = frozenset(map(int, every))
@@ -47,14 +50,11 @@ class Text:
                 "messages: the tokenizer of this base has no chat template. Ask "
                 "/v1/completions, or set chat_template in the server's YAML."
             )
-        # a template is code of Jinja, which raises what it likes
-        from jinja2 import TemplateError
-
         try:
             written = self._tokenizer.apply_chat_template(
                 [*messages], add_generation_prompt=True, tokenize=False
             )
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
+        except (TemplateError, *FOREIGN_ERRORS) as error:
             raise RequestError(
                 f"messages: the chat template refuses them: {error}"
             ) from error
@@ -108,6 +108,6 @@ class TextStream:
         return shown
 
     def _begun(self, stop: str) -> int:
-        """How much of a stop text the end may be."""
+        """Return how much of a stop text the end may be."""
         sizes = range(min(len(stop) - 1, len(self._held)), 0, -1)
         return next((n for n in sizes if self._held.endswith(stop[:n])), 0)
