@@ -22,7 +22,6 @@ from axolotl.integrations.protrain.service.answers import Asked, Sampled, Wanted
 from axolotl.integrations.protrain.service.decoding import kv_bytes_per_token
 from axolotl.integrations.protrain.service.engine import AdapterService
 from axolotl.integrations.protrain.service.losses import Datum
-from axolotl.integrations.protrain.service.samples import TURN_STEPS
 from axolotl.integrations.protrain.service.sampling import SamplingParams
 from axolotl.integrations.protrain.service.text import Text, TextStream
 
@@ -396,8 +395,8 @@ def turns(path: Path) -> dict[str, Any]:
         found["same samples"] = told(asked[0].result()) == alone
         asked[1].result()
         gaps = [b - a for a, b in zip([first, *marks], marks, strict=False)]
-        # two sets of weights sample, each for a turn
-        found["most"] = max(gaps), 2 * TURN_STEPS * 12
+        # two sets of weights sample, each for a turn of 32 tokens of 12 rows
+        found["most"] = max(gaps), 2 * 32 * 12
         found["before"] = sum(one < first + 40 * 50 for one in marks)
 
         # where the host has no room for what goes aside, it is read again

@@ -492,6 +492,11 @@ def serve(path: Path, *options: str) -> None:
     protrain(["serve", str(path), "--port", "0", "--folder", "state", *options])
 
 
+def reward(prompts: list[str], completions: list[str]) -> list[float]:
+    """One of a reinforcement learning: the share of small letters."""
+    return [sum(c.islower() for c in one) / max(len(one), 1) for one in completions]
+
+
 def remote_training(client: str, path: str, address: str) -> None:
     """`axolotl train` of a YAML by Axolotl's hatchery integration; `client` is a folder
     with the package that it needs."""

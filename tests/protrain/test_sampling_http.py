@@ -9,10 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import axolotl_jobs
 import httpx
 import pytest
 import sampling_jobs
-from fork_server import call
+import service_http_jobs
+import yaml
+from fork_server import Fork, call
 from service_http_jobs import BASE
 from service_server import (
     OPENAI_NEEDS,
@@ -59,6 +62,42 @@ def test_clients_of_tinker_learn_from_samples(
         assert newer["last"] == [True] * 3 + [False] * 2
         assert newer["handed on"] == told["greedy"][0]
         assert newer["ids"].endswith(":0")
+
+
+@pytest.mark.full
+def test_axolotl_learns_from_samples_by_its_own_client(
+    served: Path, tmp_path: Path
+) -> None:
+    """The hatchery integration, unmodified: prompts of its data are sampled and scored."""
+    root = served.parent
+    remote = {
+        **axolotl_jobs.BASE,
+        "plugins": ["axolotl.integrations.hatchery.HatcheryPlugin"],
+        "base_model": BASE,
+        "hatchery": {
+            "backend": "tinker",
+            "lora_rank": 4,
+            "loss_fn": "importance_sampling",
+            "reward_funcs": ["service_http_jobs.reward"],
+            "max_sample_tokens": 8,
+            "num_samples": 4,
+        },
+        "output_dir": "remote",
+        "sequence_len": 32,
+        "pad_to_sequence_len": False,
+        "max_steps": 3,
+        "use_tensorboard": False,
+    }
+    remote = {k: v for k, v in remote.items() if k != "protrain_auto_memory"}
+    path, log = root / "remote.yaml", root / "remote.log"
+    path.write_text(yaml.safe_dump(remote))
+    folder = installed(tmp_path, "tinker==0.38.0", *TINKER_NEEDS)
+    with server(served) as address, log.open("w") as words:
+        given = (str(folder), str(path), address)
+        job = service_http_jobs.remote_training
+        trained = Fork(job, *given, folder=root, stdout=words, stderr=words)
+        assert trained.wait(300) == 0, log.read_text()[-4000:]
+    assert log.read_text().count("Sampled 8 completions") == 3
 
 
 @pytest.mark.full
