@@ -359,6 +359,8 @@ def many_sessions(path: Path) -> dict[str, Any]:
             (folder / WEIGHTS).unlink()
         waiting = [sample("s8", prompt, GREEDY) for prompt in PROMPTS]
         found["removed"] = [refusal(lambda one=one: one) for one in waiting]
+        served.save("c", "then").result()
+        found["left"] = served.sampler.counts()["waiting"]
         # one that was let go comes again under its name
         again = session_of(served, "c", "s0")
         found["again"] = refusal(lambda: sample(again, PROMPTS[0], GREEDY))

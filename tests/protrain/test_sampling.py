@@ -111,6 +111,7 @@ def test_sessions_that_nobody_uses_are_let_go(served: Path) -> None:
     assert "there is no session s0, or no longer" in found["first"]
     assert found["folders"] == 4 and not found["closed"]
     assert all("cannot be read" in why for why in found["removed"])
+    assert found["left"] == 0
 
 
 def test_training_and_sampling_starve_neither(served: Path) -> None:
