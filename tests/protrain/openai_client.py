@@ -13,6 +13,7 @@ def main(base: str, path: str) -> None:
 
     client = openai.OpenAI()
     told: dict[str, Any] = {"models": [one.id for one in client.models.list()]}
+    told["model"] = client.models.retrieve(path).id
     common: dict[str, Any] = {"model": path, "temperature": 0, "max_tokens": 12}
     whole = client.completions.create(prompt="Ab c", logprobs=2, **common)
     told["text"] = whole.choices[0].text

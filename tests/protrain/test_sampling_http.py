@@ -111,6 +111,7 @@ def test_a_client_of_openai_reads_and_streams(served: Path, tmp_path: Path) -> N
         given = {"OPENAI_BASE_URL": f"{address}/v1", "OPENAI_API_KEY": "any"}
         told = by_client("openai_client.py", folder, given, BASE, path)
     assert told["models"][0] == BASE and path in told["models"]
+    assert told["model"] == path
     assert told["streamed"] == told["text"] and told["parts"] > 2
     assert told["ended"] == told["reason"] == "length"
     assert (told["logprobs"], told["usage"]) == (12, 16)

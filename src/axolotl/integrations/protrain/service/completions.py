@@ -56,6 +56,19 @@ def models(service: AdapterService) -> dict[str, Any]:
     return {"object": "list", "data": [_model(*pair) for pair in every]}
 
 
+def model(service: AdapterService, name: str) -> dict[str, Any]:
+    """One of `models`.
+
+    Raises:
+        RequestError: There is none of that name.
+    """
+    every = models(service)["data"]
+    found = next((one for one in every if one["id"] == name), None)
+    if found is None:
+        raise RequestError(f"model: {name!r} is none of /v1/models.", 404)
+    return found
+
+
 def _model(name: str, at: Any) -> dict[str, Any]:
     made = int(at.stat().st_mtime)
     owner = "axolotl-protrain"

@@ -61,6 +61,7 @@ class Decoder:
         pad: A token for places that nothing reads.
 
     Attributes:
+        why_not: What keeps this base from sampling; empty for nothing.
         kv_bytes: For each token of a row.
         rows_at_once: See `rows_at_once`.
     """
@@ -74,10 +75,10 @@ class Decoder:
         base: Any = model.get_base_model()
         self._takes = inspect.signature(base.forward).parameters.keys()
         self._config = base.config
-        self._why_not = ""
+        self.why_not = ""
         self.kv_bytes, self.rows_at_once = 0, int(cfg.micro_batch_size)
         if "past_key_values" not in self._takes:
-            self._why_not = "its forward keeps no keys and values (past_key_values)"
+            self.why_not = "its forward keeps no keys and values (past_key_values)"
             return
         dtype: torch.dtype = self._autocast or base.dtype
         try:
@@ -85,7 +86,7 @@ class Decoder:
             self.rows_at_once = rows_at_once(cfg, base.config, dtype)
         except (AttributeError, TypeError) as error:
             # it trains all the same
-            self._why_not = f"its config does not say how large these are ({error})"
+            self.why_not = f"its config does not say how large these are ({error})"
 
     def require_cache(self) -> None:
         """Refuse what this base cannot do.
@@ -93,10 +94,10 @@ class Decoder:
         Raises:
             RequestError: It does not keep what it has read as transformers does.
         """
-        if self._why_not:
+        if self.why_not:
             name = type(self._model.get_base_model()).__name__
             raise RequestError(
-                f"sampling: {name} trains here and does not sample: {self._why_not}. Use "
+                f"sampling: {name} trains here and does not sample: {self.why_not}. Use "
                 "save_weights_for_sampler and a server that has this model."
             )
 

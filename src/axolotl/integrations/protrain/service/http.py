@@ -26,7 +26,7 @@ from starlette.requests import ClientDisconnect
 from ..core.errors import ProTrainError, RequestError
 from .answers import Sampled
 from .completion_messages import Asking, Chat, Completion
-from .completions import complete, models, wrong
+from .completions import complete, model, models, wrong
 from .engine import AdapterService
 from .messages import output_bytes, sampled_bytes
 from .requests import ANSWERED, QUEUED, REFUSED, UNLOADED, answer, queue
@@ -88,6 +88,7 @@ def app_of(
     for name in (*ANSWERED, *QUEUED, *REFUSED):
         add("POST", f"/api/v1/{name}", partial(_post, name, parser))
     add("GET", "/v1/models", _models)
+    add("GET", "/v1/models/{name:path}", _model)
     add("POST", "/v1/completions", partial(_complete, Completion, parser))
     add("POST", "/v1/chat/completions", partial(_complete, Chat, parser))
     return app
@@ -106,7 +107,7 @@ async def _capabilities(
         "model_name": service.base_model,
         "max_context_length": service.sequence_len,
         "trainable": True,
-        "sampleable": True,
+        "sampleable": service.sampler.can_sample,
     }
     return {"supported_models": [model]}
 
@@ -121,6 +122,10 @@ async def _sampler(service: AdapterService, request: Request, _body: bytes) -> A
 
 async def _models(service: AdapterService, _request: Request, _body: bytes) -> Any:
     return models(service)
+
+
+async def _model(service: AdapterService, request: Request, _body: bytes) -> Any:
+    return model(service, request.path_params["name"])
 
 
 async def _complete(

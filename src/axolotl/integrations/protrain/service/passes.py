@@ -154,10 +154,12 @@ def _scored(asked: Asked, logits: Tensor) -> Scored:
         every = every.log_softmax(-1)
     if asked.num_top:
         best = every.topk(min(asked.num_top, every.shape[-1]))
-        tokens, values = best.indices.int().cpu(), best.values.cpu()
+        values = best.values.clamp(min=MASKED).cpu()
+        tokens = best.indices.int().cpu()
         top = Top(pad(tokens, (0, 0, 1, 0)), pad(values, (0, 0, 1, 0), value=MASKED))
     if asked.wanted is not None:
         which = asked.wanted.values.to(logits.device)
-        values = every.gather(1, which.clamp(min=0)).masked_fill(which < 0, 0)
+        values = every.gather(1, which.clamp(min=0)).clamp(min=MASKED)
+        values = values.masked_fill(which < 0, 0)
         wanted = Wanted(values.cpu(), asked.wanted.sparse)
     return Scored(logprobs, top, wanted, last)

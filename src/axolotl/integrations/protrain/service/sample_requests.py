@@ -196,8 +196,10 @@ def as_json(answer: Sampled) -> dict[str, Any]:
     }
     if answer.prompt_logprobs is not None:
         every = answer.prompt_logprobs.tolist()
-        # JSON has no word for NaN
-        found["prompt_logprobs"] = [None if math.isnan(one) else one for one in every]
+        # JSON has no word for NaN, nor for what cannot be
+        found["prompt_logprobs"] = [
+            one if math.isfinite(one) else None for one in every
+        ]
     if answer.wanted is not None:
         found["target_prompt_logprobs"] = _targets(answer.wanted)
     return found

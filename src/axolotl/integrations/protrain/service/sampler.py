@@ -11,7 +11,7 @@ from .samples import Request, Samples
 from .sampling import Row, SamplingParams, Stops
 from .sessions import Sessions
 from .text import Text
-from .turns import TENSOR_BYTES, Ticket, Turns
+from .turns import Ticket, Turns
 
 MOST_SAMPLES = 1024
 """Samples of one request."""
@@ -19,6 +19,8 @@ MOST_TOP = 256
 """The likeliest tokens that may be asked for at one place."""
 _TOKEN_BYTES = 128
 """Bytes of the host for a sampled token while it is one of Python's."""
+_ROW_BYTES = 8192
+"""Bytes of the host for a sample beside its tokens: the state of its random stream."""
 
 
 class Sampler:
@@ -81,7 +83,7 @@ class Sampler:
         made = self.sessions.of(session)
         self.check_prompt(tokens)
         self._check(tokens, num_samples, num_top, asked)
-        self._samples.require_cache()
+        self._samples.decoder.require_cache()
         most = self.longest + 1 - len(tokens)
         most = min(most, params.max_tokens or most)
         stops = Stops(params.stop, self.text.ends, self.text.text)
@@ -94,7 +96,7 @@ class Sampler:
         wanted = None if asked.wanted is None else asked.wanted.values.tolist()
         told = (asked.logprobs, asked.last_n, asked.num_top, wanted)
         asks = (tokens, params, num_samples, num_top, told)
-        ticket = Ticket(None, asks, nbytes + TENSOR_BYTES * num_samples)
+        ticket = Ticket(None, asks, nbytes + _ROW_BYTES * num_samples)
         kept = self._turns.keep(made.line, number, ticket)
         if kept is ticket:
             about = Asked(tokens, *told[:3], asked.wanted)
@@ -104,6 +106,11 @@ class Sampler:
     def cancel(self, ticket: Ticket) -> None:
         """Let a request go that nobody waits for any longer, at its next token."""
         ticket.settle(error=RequestError("the client has gone.", 410))
+
+    @property
+    def can_sample(self) -> bool:
+        """Tell whether the base does."""
+        return not self._samples.decoder.why_not
 
     def counts(self) -> dict[str, int]:
         """See `Samples.counts`."""

@@ -128,6 +128,7 @@ class Samples:
         forget: Undoes a forward that has failed.
 
     Attributes:
+        decoder: Of the model.
         tokens: Sampled so far.
     """
 
@@ -140,16 +141,12 @@ class Samples:
         between: Callable[[], None],
         forget: Callable[[], None],
     ) -> None:
-        self._decoder, self._passes, self._turns = decoder, passes, turns
+        self.decoder, self._passes, self._turns = decoder, passes, turns
         self._sample, self._between, self._forget = sample, between, forget
         self._queues: dict[str, _Queue] = {}
         self._lock = RLock()
         self._most_rows = decoder.rows_at_once
         self.tokens = 0
-
-    def require_cache(self) -> None:
-        """See `Decoder.require_cache`."""
-        self._decoder.require_cache()
 
     def add(self, key: str, request: Request) -> None:
         """Queue a request of weights.
@@ -231,7 +228,7 @@ class Samples:
             self._turns.reserve(nbytes)
         except RequestError:
             # see Note [A wave without room]
-            queue.wave = Wave(self._decoder, wave.going)
+            queue.wave = Wave(self.decoder, wave.going)
             return
         queue.kept_bytes = nbytes
         wave.leave()
@@ -280,7 +277,7 @@ class Samples:
         self._halve(queue, wave.going, shortage)
 
     def _go_with(self, queue: _Queue, rows: list[Row]) -> None:
-        queue.wave = Wave(self._decoder, rows)
+        queue.wave = Wave(self.decoder, rows)
         self._end_rows(queue)
 
     def _end_rows(self, queue: _Queue) -> None:
@@ -299,7 +296,7 @@ class Samples:
         queue.wave = None
         self._forget()
         gc.collect()
-        if self._decoder.device.type == "cuda":
+        if self.decoder.device.type == "cuda":
             torch.cuda.empty_cache()
         if len(rows) > 1:
             self._most_rows = half = len(rows) // 2
@@ -309,7 +306,7 @@ class Samples:
             return
         (row,) = rows
         new = len(row.tokens) + 1
-        nbytes = self._decoder.kv_bytes * (len(row.prompt) + new)
+        nbytes = self.decoder.kv_bytes * (len(row.prompt) + new)
         error = RequestError(
             f"prompt: the device has no room for one row of {len(row.prompt)} tokens and "
             f"{new} more, whose keys and values take {nbytes:,} bytes ({shortage}). Ask "

@@ -34,7 +34,7 @@ from transformers.generation.logits_process import (
 )
 
 from ..core.errors import RequestError
-from .answers import Reason, Sample, Shown, Top
+from .answers import MASKED, Reason, Sample, Shown, Top
 
 MOST_STOPS = 64
 """Stop sequences of one request, and tokens or letters of one."""
@@ -168,7 +168,9 @@ class Row:
         top: list[tuple[int, float]] = []
         if self.num_top:
             best = every.topk(min(self.num_top, every.numel()))
-            self._top.append((best.indices.int().cpu(), best.values.cpu()))
+            # what cannot be is -inf, for which JSON has no word
+            values = best.values.clamp(min=MASKED).cpu()
+            self._top.append((best.indices.int().cpu(), values))
             top = [*zip(*(part.tolist() for part in self._top[-1]), strict=True)]
         if self.stops.ended(self.tokens):
             self.reason = "stop"
