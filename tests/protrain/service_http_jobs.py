@@ -84,6 +84,58 @@ def _places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return found
 
 
+SAMPLED: dict[str, Any] = {
+    "create_sampling_session": {
+        "session_id": "s",
+        "sampling_session_seq_id": 0,
+        "model_path": "tinker://a/weights/now",
+    },
+    "join_sampling_session": {"sampling_session_id": "s:sample:0"},
+    "asample": {
+        "model_path": "tinker://a/weights/now",
+        "prompt": {"chunks": [{"tokens": [5, 6, 7]}]},
+        "sampling_params": {
+            "max_tokens": 2,
+            "seed": 1,
+            "temperature": 0.5,
+            "top_k": 3,
+            "top_p": 0.5,
+            "stop": [8],
+        },
+        "num_samples": 1,
+        "prompt_logprobs": True,
+        "prompt_logprobs_last_n": 1,
+        "topk_prompt_logprobs": 1,
+        "topk_sample_logprobs": 1,
+        "target_prompt_logprobs": {
+            "data": [5, 6],
+            "dtype": "int64",
+            "shape": [2, 2],
+            "sparse_crow_indices": [0, 1, 2],
+            "sparse_col_indices": [0, 1],
+        },
+    },
+    "cancel_future": {"request_id": "@s:sample:0:0"},
+    "/v1/completions": {
+        "model": "tinker://a/weights/now",
+        "prompt": [5, 6],
+        "max_tokens": 2,
+        "temperature": 1,
+        "n": 1,
+        "stop": ["x"],
+        "logprobs": 1,
+        "stream": False,
+    },
+    "/v1/chat/completions": {
+        "model": BASE,
+        "messages": [{"role": "user", "content": "x"}],
+        "max_tokens": 2,
+        "stream_options": {"include_usage": True},
+    },
+}
+"""Requests to sample, by route."""
+
+
 def attacked(path: Path, count: int) -> dict[str, Any]:
     """Send malformed requests; how many got which status, and whether the adapter that
     they were about has changed."""
@@ -117,6 +169,7 @@ def attacked(path: Path, count: int) -> dict[str, Any]:
             "retrieve_future": {"request_id": "a:1"},
             "session_heartbeat": session,
             "weights_info": {"tinker_path": "tinker://a/weights/now"},
+            **SAMPLED,
         }
         protobuf = as_protobuf("a", 1)
         with TestClient(app_of(served, None), HERE) as client:
@@ -152,7 +205,8 @@ def attacked(path: Path, count: int) -> dict[str, Any]:
                     else:
                         inside[where[-1]] = draw.draw(JUNK)
                     body = json.dumps(value).encode()
-                answer = client.post(f"/api/v1/{route}", content=body, headers=headers)
+                at = route if route.startswith("/") else f"/api/v1/{route}"
+                answer = client.post(at, content=body, headers=headers)
                 status = answer.status_code
                 statuses[status] = statuses.get(status, 0) + 1
 
@@ -197,7 +251,7 @@ def misused(path: Path) -> dict[str, Any]:
         post("replaces", "save_weights", json={**NAMED, "seq_id": 7, "overwrite": True})
         post("replaced", "retrieve_future", json={"request_id": "a:7"})
         post("ttl", "save_weights", json={**NAMED, "ttl_seconds": 3600})
-        unnamed = {"model_id": "a", "sampling_session_seq_id": 0}
+        unnamed = {"model_id": "a", "sampling_session_seq_id": 0, "kind": "inflight"}
         post("unnamed", "save_weights_for_sampler", json=unnamed)
         for what, name in (("NUL", "a\0b"), ("up", "../x"), ("long", "n" * 4096)):
             post(what, "save_weights", json={**NAMED, "path": name})
@@ -354,6 +408,11 @@ def called_otherwise(path: Path) -> dict[str, Any]:
                 for route in ("healthz", "api/v1/status"):
                     answer = client.get(f"/{route}", headers={"host": host})
                     told[f"{what} {route}"] = answer.status_code
+        with TestClient(app_of(served, "secret"), HERE) as client:
+            for what, given in (("bearer", "secret"), ("no bearer", "other")):
+                bearer = {"authorization": f"Bearer {given}"}
+                status = client.get("/v1/models", headers=bearer).status_code
+                told[what] = status
         lines: list[str] = []
         with (
             TestClient(app_of(served, ""), HERE) as client,
@@ -431,6 +490,11 @@ def serve(path: Path, *options: str) -> None:
 
     torch.set_num_threads(1)
     protrain(["serve", str(path), "--port", "0", "--folder", "state", *options])
+
+
+def reward(prompts: list[str], completions: list[str]) -> list[float]:
+    """One of a reinforcement learning: the share of small letters."""
+    return [sum(c.islower() for c in one) / max(len(one), 1) for one in completions]
 
 
 def remote_training(client: str, path: str, address: str) -> None:

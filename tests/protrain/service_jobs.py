@@ -562,7 +562,7 @@ DERIVED: dict[str, tuple[dict[str, Any], str]] = {
         "",
     ),
     "compiled": ({"torch_compile": True, "torch_compile_backend": "none"}, ""),
-    "chat_template": ({"chat_template": "jinja", "eot_tokens": ["x"]}, ""),
+    "chat_template": ({"chat_template": "chatml", "eot_tokens": ["x"]}, ""),
     "8 bits": ({"load_in_8bit": True, "lora_qkv_kernel": True}, ""),
     "unset": ({"output_dir": None, "save_steps": None, "adapter": None}, ""),
     "images": ({"processor_type": "AutoProcessor"}, ""),

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -21,14 +17,12 @@ import service_http_jobs
 import service_jobs
 import yaml
 from axolotl_jobs import BASE
-from fork_server import ENVIRONMENT, Fork, call
+from fork_server import Fork, call
 from safetensors.torch import load_file
+from service_server import TINKER_NEEDS, by_client, installed, server
 
 from axolotl.integrations.protrain.cli.status import status_text
 from axolotl.integrations.protrain.core.errors import ConfigError
-
-BESIDE = "distro sniffio orjson h2 hpack hyperframe pyqwest".split()
-"""What the client needs and Axolotl does not bring; its zstandard is another one."""
 
 
 @pytest.fixture(scope="module")
@@ -44,53 +38,14 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     @cache
     def install(version: str) -> Path:
         folder = tmp_path_factory.mktemp(f"tinker-{version}")
-        pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps"]
-        asked = [*pip, "--target", str(folder), f"tinker=={version}", *BESIDE]
-        ended = subprocess.run(asked, capture_output=True, text=True, check=False)
-        if ended.returncode:
-            pytest.skip(f"no tinker {version} to be had: {ended.stderr[-300:]}")
-        return folder
+        return installed(folder, f"tinker=={version}", *TINKER_NEEDS)
 
     return install
 
 
-@contextmanager
-def server(path: Path, *options: str) -> Iterator[str]:
-    """The address of a server, which ends by SIGTERM."""
-    log = path.with_name("server.log")
-    with log.open("w") as words:
-        running = Fork(
-            service_http_jobs.serve,
-            path,
-            *options,
-            folder=path.parent,
-            stdout=subprocess.PIPE,
-            stderr=words,
-        )
-    assert running.stdout is not None
-    line = running.stdout.readline()
-    try:
-        assert line.startswith("listening on http://127.0.0.1:"), log.read_text()
-        yield line.split()[-1]
-        os.kill(running.pid, signal.SIGTERM)
-        assert running.wait(60) == 0, log.read_text()[-3000:]
-    finally:
-        running.kill()
-
-
 def train_with(client: Path, address: str) -> dict[str, Any]:
-    script = Path(__file__).with_name("tinker_client.py")
     given = {"TINKER_BASE_URL": address, "TINKER_API_KEY": "tml-test"}
-    ended = subprocess.run(
-        [sys.executable, str(script), service_http_jobs.BASE],
-        env={**os.environ, **ENVIRONMENT, **given, "PYTHONPATH": str(client)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    return json.loads(ended.stdout)
+    return by_client("tinker_client.py", client, given, service_http_jobs.BASE)
 
 
 def check_told(told: dict[str, Any], root: Path) -> None:
@@ -190,7 +145,7 @@ def test_misuse_of_the_protocol_is_answered(served: Path) -> None:
         "kept": (200, "is there already"),
         "replaced": (200, "tinker://a/weights/x"),
         "ttl": (422, "ttl_seconds has to be left out"),
-        "unnamed": (422, "Sampling is not served here"),
+        "unnamed": (422, "kind: Input should be 'snapshot'"),
         "NUL": (422, "cannot be a name"),
         "up": (422, "cannot be a name"),
         "long": (422, "cannot be a name"),
@@ -237,6 +192,7 @@ def test_who_calls_and_how_much_is_checked(served: Path) -> None:
         for route in ("healthz", "api/v1/status"):
             assert told[f"{what} {route}"] == (200 if what in good else 403), what
     assert told["no key"] == 403
+    assert (told["bearer"], told["no bearer"]) == (200, 401)
     accepted, refused = told["waiting"]
     assert accepted > 3 and refused > 3 and told["used"] < 1 << 20, told
     assert told["retry"][0] == "1" and "--request-memory" in told["retry"][1]

@@ -52,4 +52,9 @@ def status_text(url: str) -> str:
         f"{held} on the host; {told['switches']} switches moved {moved}, "
         f"{told['prefetched']} of them ahead of their turn"
     )
+    if sampling := told.get("sampling"):
+        lines.append(
+            f"{sampling['tokens']:,} tokens sampled; {sampling['decoding']} rows decode "
+            f"and {sampling['waiting']} wait, of {sampling['sessions']} sessions"
+        )
     return "\n".join(lines)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import re
 import shutil
 from collections import OrderedDict
@@ -18,6 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
+from threading import Lock
 from typing import TextIO
 
 import torch
@@ -34,6 +36,8 @@ LOG = logging.getLogger(__name__)
 
 KINDS = ("attn", "mlp", "unembed")
 """Groups of linear layers: of attention, all others of the blocks, the head."""
+SAMPLERS = "sampler_weights"
+"""Folder of a model for weights that were saved to sample with."""
 WEIGHTS = "adapter_model.safetensors"
 REST, ABOUT = "optimizer.safetensors", "state.json"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -70,6 +74,11 @@ class AdapterLayout:
         return sum(aligned(self._bytes_of(shape)) for _, shape in self.shapes)
 
     @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights alone, which come first."""
+        return self._part_bytes
+
+    @property
     def kept_bytes(self) -> int:
         """Without gradients, which come last."""
         return 3 * self._part_bytes + aligned(4 * len(self.shapes))
@@ -87,19 +96,25 @@ class AdapterLayout:
             "exp_avg_sq": 2 * self._part_bytes,
             "grad": self.kept_bytes,
         }
-        found: dict[str, dict[str, Tensor]] = {}
-        for part, start in starts.items():
-            found[part] = {}
-            for name, shape in self.shapes:
-                nbytes = self._bytes_of(shape)
-                flat = buffer[start : start + nbytes].view(self.dtype)
-                found[part][name] = flat.view(shape)
-                start += aligned(nbytes)
+        found = {part: self._part(buffer, start) for part, start in starts.items()}
         steps = buffer[3 * self._part_bytes :][: 4 * len(self.shapes)]
         names = (name for name, _ in self.shapes)
         found["step"] = dict(
             zip(names, steps.view(torch.float32).unbind(), strict=True)
         )
+        return found
+
+    def weights(self, buffer: Tensor) -> dict[str, Tensor]:
+        """Weights by name, of a buffer that need not have more."""
+        return self._part(buffer, 0)
+
+    def _part(self, buffer: Tensor, start: int) -> dict[str, Tensor]:
+        found = {}
+        for name, shape in self.shapes:
+            nbytes = self._bytes_of(shape)
+            flat = buffer[start : start + nbytes].view(self.dtype)
+            found[name] = flat.view(shape)
+            start += aligned(nbytes)
         return found
 
     def _bytes_of(self, shape: tuple[int, int]) -> int:
@@ -111,22 +126,27 @@ class AdapterState:
     """An adapter on the host.
 
     Attributes:
-        memory: uint8 of shape [layout.nbytes].
+        memory: uint8 of shape [layout.nbytes], or [layout.weight_bytes] of one that only
+            samples.
         graded: Names of the weights that have a gradient.
+        trains: It has more than weights.
     """
 
     layout: AdapterLayout
     memory: Tensor
     graded: frozenset[str] = frozenset()
+    trains: bool = True
 
     @property
     def used_bytes(self) -> int:
         """Bytes of `memory`, without gradients where there are none."""
-        return self.layout.nbytes if self.graded else self.layout.kept_bytes
+        if self.graded:
+            return self.layout.nbytes
+        return min(self.layout.kept_bytes, self.memory.nbytes)
 
     @cached_property
     def parts(self) -> dict[str, dict[str, Tensor]]:
-        """See `AdapterLayout.views`."""
+        """See `AdapterLayout.views`; of one that trains."""
         return self.layout.views(self.memory)
 
 
@@ -156,18 +176,20 @@ class AdapterStore:
         self._layout_of, self._write_config = layout_of, write_config
         self._base = base
         self._cached: OrderedDict[str, AdapterState] = OrderedDict()
+        # nobody links files of a folder that is being renamed
+        self._renaming = Lock()
         self.used_bytes = 0
         self.layouts: dict[str, AdapterLayout] = {}
         """Layouts of the models by name, wherever they are."""
         shutil.rmtree(folder, ignore_errors=True)
 
-    def new(self, layout: AdapterLayout) -> AdapterState:
-        """Zeros, for which others make room.
+    def new(self, layout: AdapterLayout, trains: bool = True) -> AdapterState:
+        """Zeros, for which others make room; weights alone of one that never `trains`.
 
         Raises:
             RequestError: It does not fit into the budget.
         """
-        nbytes = layout.nbytes
+        nbytes = layout.nbytes if trains else layout.weight_bytes
         if nbytes > self._budget_bytes:
             raise RequestError(
                 f"lora_config: an adapter of rank {layout.spec.rank} takes {nbytes:,} "
@@ -176,12 +198,15 @@ class AdapterStore:
             )
         while self.used_bytes + nbytes > self._budget_bytes:
             model, state = next(iter(self._cached.items()))
-            self.write(self._folder / model, state)
+            # what only samples is on the disk already
+            if state.trains:
+                self.write(self._folder / model, state)
             self.discard(self._cached.pop(model))
         memory = torch.zeros(nbytes, dtype=torch.uint8)
-        self._device.pin(memory)
+        if nbytes:
+            self._device.pin(memory)
         self.used_bytes += nbytes
-        return AdapterState(layout, memory)
+        return AdapterState(layout, memory, trains=trains)
 
     def put(self, model: str, state: AdapterState) -> None:
         """Let a model have a state that `new` has made, instead of what it had."""
@@ -195,9 +220,59 @@ class AdapterStore:
         self._cached.move_to_end(model)
         return self._cached[model]
 
+    def sampler(self, key: str, folder: Path | None) -> AdapterState:
+        """Weights to sample with, read from a folder if they are not on the host; without
+        a folder those of the base alone, an adapter of no layers.
+
+        Args:
+            key: A name that no model has, always of the same weights.
+            folder: Nobody writes it.
+
+        Raises:
+            RequestError: They do not fit into the budget.
+            CheckpointError: The folder is damaged.
+        """
+        if key not in self._cached:
+            layout = self.layout_at(folder) if folder else self._bare
+            state = self.new(layout, trains=False)
+            if folder is not None:
+                self._fill(folder, state, False)
+            self._cached[key] = state
+        self._cached.move_to_end(key)
+        return self._cached[key]
+
+    def drop_sampler(self, key: str) -> None:
+        """Forget weights of `sampler`."""
+        state = self._cached.pop(key, None)
+        if state is not None:
+            self.discard(state)
+
     def cached(self, model: str) -> AdapterState | None:
-        """The adapter of a model, if it is on the host now."""
+        """The adapter of a model, or of a key of `sampler`, if it is on the host now."""
         return self._cached.get(model)
+
+    def link(self, source: Path, target: Path) -> None:
+        """Let another folder have the weights of one, which may be replaced afterwards.
+
+        Raises:
+            RequestError: There are none.
+            CheckpointError: The folder cannot be made.
+        """
+        try:
+            target.mkdir(parents=True, exist_ok=True)
+            with self._renaming:
+                for name in (WEIGHTS, ABOUT):
+                    _linked(source / name, target / name)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise RequestError(
+                f"path: there are no weights to sample with at {source.parent.name}/"
+                f"{source.name} of {source.parent.parent.name}.",
+                404,
+            ) from error
+        except OSError as error:
+            raise CheckpointError(
+                f"{target} cannot be made ({error}). Free some space."
+            ) from error
 
     def drop(self, model: str) -> None:
         """Forget a model, wherever its adapter is."""
@@ -211,6 +286,8 @@ class AdapterStore:
         """Give all memory back; what was on the disk for lack of it goes too."""
         for model in [*self.layouts]:
             self.drop(model)
+        for key in [*self._cached]:
+            self.drop_sampler(key)
 
     def write(self, folder: Path, state: AdapterState, whole: bool = True) -> None:
         """Write an adapter; the folder is there when all of it is, and replaces an old one.
@@ -218,7 +295,8 @@ class AdapterStore:
         Args:
             folder: Its parent holds nothing but such folders.
             state: What to write.
-            whole: With optimizer state and gradients, so that training can go on from it.
+            whole: With optimizer state and gradients, so that training can go on from it
+                as if it had not ended.
 
         Raises:
             CheckpointError: A file could not be written.
@@ -231,10 +309,11 @@ class AdapterStore:
             self._write_config(state.layout.spec, aside)
             if whole:
                 save_file(_rest(state), aside / REST)
-                spec = asdict(state.layout.spec)
-                about = {"format": 2, "base": {**self._base}, "spec": spec}
-                (aside / ABOUT).write_text(json.dumps(about))
-            publish(folder)
+            spec = asdict(state.layout.spec)
+            about = {"format": 2, "base": {**self._base}, "spec": spec}
+            (aside / ABOUT).write_text(json.dumps(about))
+            with self._renaming:
+                publish(folder)
 
     def read(self, folder: Path, with_optimizer: bool = True) -> AdapterState:
         """A new state from the disk.
@@ -243,7 +322,17 @@ class AdapterStore:
             RequestError: There is none, or not of this base.
             CheckpointError: It is damaged.
         """
-        state = self.new(self._layout_of(self.spec_of(folder)))
+        layout = self.layout_at(folder)
+        if with_optimizer and folder.parent.name == SAMPLERS:
+            raise RequestError(
+                f"path: {folder.parent.parent.name}/{SAMPLERS}/{folder.name} was saved to "
+                "sample with, without an optimizer. Load it without, or use save_weights."
+            )
+        state = self.new(layout)
+        self._fill(folder, state, with_optimizer)
+        return state
+
+    def _fill(self, folder: Path, state: AdapterState, with_optimizer: bool) -> None:
         try:
             _fill_from(folder, state, with_optimizer)
         except (OSError, SafetensorError, *FOREIGN_ERRORS) as error:
@@ -251,7 +340,10 @@ class AdapterStore:
             raise CheckpointError(
                 f"{folder} cannot be read: {error}. It is damaged, or of another base."
             ) from error
-        return state
+
+    @cached_property
+    def _bare(self) -> AdapterLayout:
+        return AdapterLayout(AdapterSpec(0, 0.0, ()), (), torch.float32)
 
     def spec_of(self, folder: Path) -> AdapterSpec:
         """Read the spec of the adapter in a folder.
@@ -277,10 +369,19 @@ class AdapterStore:
             )
         return spec
 
+    def layout_at(self, folder: Path) -> AdapterLayout:
+        """Lay out the adapter in a folder.
+
+        Raises:
+            RequestError: See `spec_of`; or it is larger than what the server plans for.
+        """
+        return self._layout_of(self.spec_of(folder))
+
     def discard(self, state: AdapterState) -> None:
         """Give the memory of a state back."""
-        self._device.unpin(state.memory)
-        self.used_bytes -= state.layout.nbytes
+        if state.memory.nbytes:
+            self._device.unpin(state.memory)
+        self.used_bytes -= state.memory.nbytes
 
 
 def claimed(folder: Path) -> TextIO:
@@ -370,14 +471,15 @@ def _about(folder: Path) -> tuple[AdapterSpec, dict[str, str]]:
 
 
 def _fill_from(folder: Path, state: AdapterState, with_optimizer: bool) -> None:
-    parts = state.parts
+    weights = state.layout.weights(state.memory)
     with safe_open(folder / WEIGHTS, framework="pt") as file:
-        _fill(parts["weight"], file, "")
-        more = {*file.keys()} - parts["weight"].keys()
+        _fill(weights, file, "")
+        more = {*file.keys()} - weights.keys()
         if more:
             raise ValueError(f"{min(more)} belongs to no layer of this adapter")
     if not with_optimizer:
         return
+    parts = state.parts
     with safe_open(folder / REST, framework="pt") as file:
         graded = {n.removeprefix("grad.") for n in file.keys() if n[:5] == "grad."}
         steps = file.get_tensor("steps")
@@ -387,6 +489,18 @@ def _fill_from(folder: Path, state: AdapterState, with_optimizer: bool) -> None:
             _fill(parts[part], file, f"{part}.")
         _fill({n: parts["grad"][n] for n in graded}, file, "grad.")
         state.graded = frozenset(graded)
+
+
+def _linked(source: Path, target: Path) -> None:
+    if target.exists():
+        return
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        # a file system without links; the copy is nobody else's either
+        shutil.copyfile(source, target)
 
 
 def _fill(targets: dict[str, Tensor], file: safe_open, prefix: str) -> None:

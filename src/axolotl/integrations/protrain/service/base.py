@@ -55,7 +55,7 @@ NO_EFFECT = {
     "streaming* pretrain_* pretraining_* *sample_packing* multipack_* batch_flattening "
     "max_packed_sequence_len group_by_length curriculum_sampling min_sample_len "
     "max_prompt_len excess_length_strategy train_on_inputs remove_unused_columns "
-    "total_*_tokens dataloader_* use_pose pose_* chat_template* eot_tokens "
+    "total_*_tokens dataloader_* use_pose pose_* eot_tokens "
     "default_system_message processor_type processor_kwargs image_* role_boundaries",
     "what trains, and where": "lora_dropout unfrozen_parameters freeze_mm_modules "
     "spectrum_* lora_*_kernel torch_compile* *gradient_checkpointing* "
@@ -234,15 +234,16 @@ def _row(weight: Any) -> tuple[list[int], bytes]:
     return shape, row.contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def opened(cfg: Any) -> tuple[TrainingRun, LiveAdapter]:
-    """The base of a YAML that was `read`, under a plan, and what shows adapters in it.
+def opened(cfg: Any) -> tuple[TrainingRun, LiveAdapter, Any]:
+    """The base of a YAML that was `read`, under a plan, what shows adapters in it, and its
+    tokenizer.
 
     Raises:
         ProTrainError: It cannot be loaded, or no plan fits.
     """
     plugins = PluginManager.get_instance().plugins.values()
     next(p for p in plugins if isinstance(p, ProTrainPlugin)).begin(cfg, False)
-    model, _, _, _ = setup_model_and_tokenizer(cfg)
+    model, tokenizer, _, _ = setup_model_and_tokenizer(cfg)
     # without dropout, and the same in every pass
     live = LiveAdapter(model.eval())
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
@@ -250,4 +251,4 @@ def opened(cfg: Any) -> tuple[TrainingRun, LiveAdapter]:
     run.open(model, device, False, adapter_bytes=live.reserve_bytes)
     assert run.session is not None
     live.open(run.session.device)
-    return run, live
+    return run, live, tokenizer

@@ -34,13 +34,12 @@ from .adapters import (
 from .base import identity, opened, read
 from .live import AdamParams
 from .losses import Datum, checked_settings
-from .steps import FAULTS, Steps
+from .sampler import Sampler
+from .steps import FAULTS, NOBODY, Steps
+from .text import Text
 from .turns import Ticket, Turns
 
 LOG = get_logger(__name__)
-
-_NOBODY = ""
-"""In place of a model: whose requests are the service's own."""
 
 
 class AdapterService:
@@ -63,6 +62,8 @@ class AdapterService:
 
     Attributes:
         turns: The requests that wait, and the last answers.
+        sampler: Samples from adapters that were saved, and from the base.
+        sessions: Who samples with which of them.
 
     Raises:
         ProTrainError: The base cannot be loaded, no plan fits, or another server has the
@@ -83,7 +84,7 @@ class AdapterService:
         self.sequence_len, self.alpha = int(cfg.sequence_len), float(cfg.lora_alpha)
         with ExitStack() as held:
             held.enter_context(claimed(self.folder))
-            run, self.live = opened(cfg)
+            run, self.live, tokenizer = opened(cfg)
             self._held = held.pop_all()
         assert run.session is not None and run.report is not None
         self.session, self.report = run.session, run.report
@@ -100,8 +101,15 @@ class AdapterService:
         )
         self._lost: list[str] = []
         self.turns = Turns(request_bytes or host_bytes // 8)
-        self._steps = Steps(cfg, run, self.live, self.store, self.turns, self.folder)
-        self.turns.begin(_NOBODY, Ticket(self._steps.forget, None))
+        text = Text(tokenizer, run.session.model)
+        self._steps = steps = Steps(
+            cfg, run, self.live, self.store, self.turns, self.folder, text.pad
+        )
+        self.sessions = steps.sessions
+        self.sampler = Sampler(
+            self.sessions, steps.samples, steps.passes, self.turns, text
+        )
+        self.turns.begin(NOBODY, Ticket(steps.forget, None))
         # one that is never closed must not keep Python from ending
         self._thread = threading.Thread(
             target=self._serve, name="adapter-service", daemon=True
@@ -200,6 +208,14 @@ class AdapterService:
 
         return self._ask(model, number, (name, whole, overwrite), check)
 
+    def save_session(
+        self, model: str, session: str, number: int | None = None
+    ) -> Ticket:
+        """Make a sampling session with an adapter as it is then, which is saved for that
+        session alone; a `SavedSession`."""
+        act = partial(self._steps.save_own, model, session)
+        return self._ask(model, number, ("session", session), lambda: act)
+
     def load(
         self, model: str, path: str, with_optimizer: bool, number: int | None = None
     ) -> Ticket:
@@ -234,7 +250,7 @@ class AdapterService:
         """
         self.turns.close(model)
         # its bytes are the other thread's to free
-        self.turns.add(_NOBODY, None, Ticket(self._steps.forget, None))
+        self._steps.forget_later()
 
     def spec(self, model: str) -> AdapterSpec:
         """Return what a model's adapter is.
@@ -267,6 +283,7 @@ class AdapterService:
             "switches": live.switches,
             "prefetched": live.prefetched,
             "moved_bytes": live.moved_bytes,
+            "sampling": {"sessions": len(self.sessions), **self.sampler.counts()},
             "plan": self.report.table(),
             "without_effect": self._unused,
         }
@@ -319,9 +336,9 @@ class AdapterService:
                     if not isinstance(error, ProTrainError):
                         LOG.error(traceback.format_exc())
                     traceback.clear_frames(error.__traceback__)
-                    ticket.set_exception(error)
+                    ticket.settle(error=error)
                 else:
-                    ticket.set_result(result)
+                    ticket.settle(result)
                 # nothing of a request is left while the next one is waited for
                 act = result = ticket = None
         finally:

@@ -24,9 +24,15 @@ from pydantic import BaseModel, Field, ValidationError
 from starlette.requests import ClientDisconnect
 
 from ..core.errors import ProTrainError, RequestError
+from .answers import Sampled
+from .completion_messages import Asking, Chat, Completion
+from .completions import complete, model, models, wrong
 from .engine import AdapterService
-from .messages import output_bytes
-from .requests import ANSWERED, QUEUED, REFUSED, UNLOADED, answer, queue, worded
+from .messages import output_bytes, sampled_bytes
+from .requests import ANSWERED, QUEUED, REFUSED, UNLOADED, answer, queue
+from .sample_requests import as_json, sampler_info
+from .sessions import SavedSession
+from .wire import worded
 
 LOG = get_logger(__name__)
 
@@ -46,7 +52,7 @@ _PROTOBUF = "application/x-protobuf"
 
 
 class _Retrieve(BaseModel):
-    request_id: str = Field(pattern=f"^.+:([0-9]{{1,10}}|{UNLOADED})$")
+    request_id: str = Field(pattern=f"^.+:([0-9]{{1,19}}|{UNLOADED})$")
 
 
 Answer = Callable[[AdapterService, Request, bytes], Awaitable[Any]]
@@ -69,16 +75,22 @@ def app_of(
             if checks:
                 _require_key(request, api_key)
 
-        endpoint = _endpoint(service, partial(answer, service), admit)
+        word = _openai_error if path.startswith("/v1/") else _error
+        endpoint = _endpoint(service, partial(answer, service), admit, word)
         app.add_api_route(path, endpoint, methods=[method])
 
     add("GET", "/healthz", _health, False)
     add("GET", "/api/v1/healthz", _health, False)
     add("GET", "/api/v1/get_server_capabilities", _capabilities)
     add("GET", "/api/v1/status", _status)
+    add("GET", "/api/v1/samplers/{name}", _sampler)
     add("POST", "/api/v1/retrieve_future", _retrieve)
     for name in (*ANSWERED, *QUEUED, *REFUSED):
         add("POST", f"/api/v1/{name}", partial(_post, name, parser))
+    add("GET", "/v1/models", _models)
+    add("GET", "/v1/models/{name:path}", _model)
+    add("POST", "/v1/completions", partial(_complete, Completion, parser))
+    add("POST", "/v1/chat/completions", partial(_complete, Chat, parser))
     return app
 
 
@@ -95,13 +107,50 @@ async def _capabilities(
         "model_name": service.base_model,
         "max_context_length": service.sequence_len,
         "trainable": True,
-        "sampleable": False,
+        "sampleable": service.sampler.can_sample,
     }
     return {"supported_models": [model]}
 
 
 async def _status(service: AdapterService, _request: Request, _body: bytes) -> Any:
     return service.status()
+
+
+async def _sampler(service: AdapterService, request: Request, _body: bytes) -> Any:
+    return sampler_info(service, request.path_params["name"])
+
+
+async def _models(service: AdapterService, _request: Request, _body: bytes) -> Any:
+    return models(service)
+
+
+async def _model(service: AdapterService, request: Request, _body: bytes) -> Any:
+    return model(service, request.path_params["name"])
+
+
+async def _complete(
+    message: type[Asking],
+    parser: Executor,
+    service: AdapterService,
+    request: Request,
+    body: bytes,
+) -> Any:
+    async def parse(act: Callable[[], Any]) -> Any:
+        return await _parsed(parser, service, body, act)
+
+    return await complete(message, parse, service, request, body)
+
+
+async def _parsed(
+    parser: Executor, service: AdapterService, body: bytes, act: Callable[[], Any]
+) -> Any:
+    """Run what makes objects of a body, one at a time and within bounds."""
+
+    def run() -> Any:
+        with _counted(service, PARSED_BYTES * len(body)):
+            return act()
+
+    return await asyncio.get_running_loop().run_in_executor(parser, run)
 
 
 async def _post(
@@ -115,12 +164,7 @@ async def _post(
         raise RequestError(REFUSED[name], 404)
     protobuf = request.headers.get("content-type", "").startswith(_PROTOBUF)
     act = partial(queue, protobuf=protobuf) if name in QUEUED else answer
-
-    def parse() -> dict[str, Any]:
-        with _counted(service, PARSED_BYTES * len(body)):
-            return act(service, name, body)
-
-    return await asyncio.get_running_loop().run_in_executor(parser, parse)
+    return await _parsed(parser, service, body, partial(act, service, name, body))
 
 
 @contextmanager
@@ -178,6 +222,13 @@ def _result(model: str, result: Any, protobuf: bool) -> Any:
             "loss_fn_outputs": outputs,
             "metrics": {"loss:sum": loss},
         }
+    if isinstance(result, Sampled):
+        if protobuf:
+            return Response(sampled_bytes(result), media_type=_PROTOBUF)
+        return as_json(result)
+    if isinstance(result, SavedSession):
+        kind = {"type": "save_weights_for_sampler"}
+        return {**kind, "sampling_session_id": result.session}
     if isinstance(result, float):
         return {"metrics": {"grad_norm": result}}
     if result.startswith("tinker://"):
@@ -189,6 +240,7 @@ def _endpoint(
     service: AdapterService,
     answer: Callable[[Request, bytes], Awaitable[Any]],
     admit: Callable[[Request], None],
+    word: Callable[[int, str], Response],
 ) -> Any:
     """Reads the body, within bounds, and words what is refused."""
 
@@ -201,11 +253,11 @@ def _endpoint(
                 found = await answer(request, body)
             response = found if isinstance(found, Response) else JSONResponse(found)
         except ValidationError as error:
-            response = _error(422, worded(error))
+            response = word(422, worded(error))
         except ProTrainError as error:
-            response = _error(getattr(error, "status", 422), str(error))
+            response = word(getattr(error, "status", 422), str(error))
         except (asyncio.TimeoutError, ClientDisconnect):
-            response = _error(408, f"the body took more than {BODY_S} s.")
+            response = word(408, f"the body took more than {BODY_S} s.")
         milliseconds = (time.perf_counter() - started) * 1000
         path, status = request.url.path, response.status_code
         if not (path.endswith(_POLLED) and status in (200, 408)):
@@ -228,13 +280,14 @@ def _require_host(request: Request, hosts: Container[str]) -> None:
 
 
 def _require_key(request: Request, api_key: str | None) -> None:
-    given = request.headers.get("x-api-key", "")
+    bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+    given = request.headers.get("x-api-key", bearer)
     if not api_key:
         # a page that somebody on this machine looks at may post here
         if "origin" in request.headers:
             raise RequestError("browsers are not served without a key.", 403)
     elif not hmac.compare_digest(given.encode(), api_key.encode()):
-        raise RequestError("X-API-Key is not the server's.", 401)
+        raise RequestError("X-API-Key, or the bearer, is not the server's key.", 401)
 
 
 async def _body(request: Request, take: Callable[[int], None]) -> bytes:
@@ -266,5 +319,12 @@ async def _body(request: Request, take: Callable[[int], None]) -> bytes:
 
 
 def _error(status: int, message: str) -> JSONResponse:
-    headers = {"Retry-After": "1"} if status == 429 else None
-    return JSONResponse({"detail": message, "error": message}, status, headers)
+    return JSONResponse({"detail": message, "error": message}, status, _later(status))
+
+
+def _openai_error(status: int, message: str) -> JSONResponse:
+    return JSONResponse({"error": wrong(message)}, status, _later(status))
+
+
+def _later(status: int) -> dict[str, str] | None:
+    return {"Retry-After": "1"} if status == 429 else None

@@ -1,4 +1,4 @@
-"""Tinker's protobuf messages, as far as a server of training reads and writes them.
+"""Tinker's protobuf messages, as far as a server reads and writes them.
 
 Built from a table of names and numbers, so that neither the client's package nor a
 compiler is needed; unknown fields are skipped, as protobuf does.
@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError
 from torch import Tensor
 
 from ..core.errors import RequestError
+from .answers import Sampled, Top
 from .losses import Datum
 
 MOST_ROWS = 1 << 16
@@ -30,15 +31,22 @@ Datum: 1 *Chunk model_input, 2 %Tensor loss_fn_inputs
 Chunk: 1 EncodedTextChunk encoded_text, 2 Other image, 3 Other dmel
 Other:
 EncodedTextChunk: 1 bytes tokens
-Tensor: 1 |bytes dense, 2 |Other sparse_csr, 3 int32 dtype, 4 *int64 shape
+Tensor: 1 |bytes dense, 2 |SparseCsr sparse_csr, 3 int32 dtype, 4 *int64 shape
+SparseCsr: 1 bytes values, 2 bytes crow_indices, 3 bytes col_indices
 ForwardBackwardOutput: 1 string loss_fn_output_type, 2 *ArrayRecord loss_fn_outputs,
  3 %double metrics
 ArrayRecord: 1 string type_tag, 2 %BatchedTensor fields, 3 int64 num_datums
 BatchedTensor: 1 bytes data, 2 bytes offsets, 3 int32 dtype, 4 *int64 trailing_shape
+SampleResponse: 1 *SampledSequence sequences, 2 bytes prompt_logprobs,
+ 3 TopkLogprobs topk_prompt_logprobs, 5 Tensor target_prompt_logprobs
+SampledSequence: 1 int32 stop_reason, 2 bytes tokens, 3 bytes logprobs,
+ 4 TopkLogprobs topk_sampled_logprobs
+TopkLogprobs: 1 bytes token_ids, 2 bytes logprobs, 3 uint32 k, 4 uint32 length
 """
 """Message: number type name; `*` is repeated, `%` a map from strings, `|` of a oneof.
 An enum is read as the int32 that it is on the wire."""
 _FLOAT32 = 1
+_REASONS = {"stop": 0, "length": 1}
 _DTYPES = {_FLOAT32: torch.float32, 2: torch.int64, 3: torch.int32}
 
 
@@ -171,3 +179,38 @@ def output_bytes(loss: float, rows: Sequence[Tensor]) -> bytes:
     record.fields["logprobs"].offsets = ends.numpy().tobytes()
     record.fields["logprobs"].dtype = _FLOAT32
     return answer.SerializeToString()
+
+
+def sampled_bytes(answer: Sampled) -> bytes:
+    """A `SampleResponse`."""
+    message = MESSAGES["SampleResponse"]()
+    for sample in answer.samples:
+        one = message.sequences.add(
+            stop_reason=_REASONS[sample.reason],
+            tokens=sample.tokens.numpy().tobytes(),
+            logprobs=sample.logprobs.numpy().tobytes(),
+        )
+        if sample.top is not None:
+            _put_top(one.topk_sampled_logprobs, sample.top)
+    if answer.prompt_logprobs is not None:
+        message.prompt_logprobs = answer.prompt_logprobs.numpy().tobytes()
+    if answer.prompt_top is not None:
+        _put_top(message.topk_prompt_logprobs, answer.prompt_top)
+    if answer.wanted is not None:
+        wanted, target = answer.wanted, message.target_prompt_logprobs
+        target.dtype = _FLOAT32
+        target.shape.extend(wanted.shape)
+        if wanted.sparse is None:
+            target.dense = wanted.values.numpy().tobytes()
+        else:
+            target.sparse_csr.values = wanted.listed().numpy().tobytes()
+            rows, columns = wanted.sparse
+            target.sparse_csr.crow_indices = rows.numpy().tobytes()
+            target.sparse_csr.col_indices = columns.numpy().tobytes()
+    return message.SerializeToString()
+
+
+def _put_top(message: Any, top: Top) -> None:
+    message.token_ids = top.tokens.numpy().tobytes()
+    message.logprobs = top.logprobs.numpy().tobytes()
+    message.length, message.k = top.tokens.shape

@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy, pad
 from ..core.engine.session import Session
 from ..core.errors import RequestError
 from ..job import autocast_dtype
+from .answers import MASKED, Asked, Scored, Top, Wanted
 from .losses import LOSSES, TARGETS, Datum, Settings, fault_of
 
 
@@ -24,18 +25,22 @@ class Passes:
         cfg: Axolotl's validated configuration: rows of a micro-batch and their length.
         session: Of a model without dropout.
         between: Called once a forward is queued, before its backward.
+
+    Attributes:
+        longest: Tokens of a row.
+        vocabulary: Tokens that there are.
     """
 
     def __init__(self, cfg: Any, session: Session, between: Callable[[], None]) -> None:
         model: Any = session.model
         self._model, self._between = model, between
         self._device = session.device.torch_device
-        self._rows, self._longest = int(cfg.micro_batch_size), int(cfg.sequence_len)
-        self._vocabulary = int(model.get_input_embeddings().weight.shape[0])
+        self._rows, self.longest = int(cfg.micro_batch_size), int(cfg.sequence_len)
+        self.vocabulary = int(model.get_input_embeddings().weight.shape[0])
         # of what Axolotl's collator makes the length of rows a multiple
         self._multiple = int(cfg.pad_to_multiple_of or 64)
         if cfg.pad_to_sequence_len:
-            self._multiple *= -(-self._longest // self._multiple)
+            self._multiple *= -(-self.longest // self._multiple)
         elif cfg.pad_to_sequence_len is not None:
             self._multiple = 1
         self._autocast = autocast_dtype(cfg)
@@ -49,7 +54,7 @@ class Passes:
         if not data:
             raise RequestError("data: there is no row.")
         for number, datum in enumerate(data):
-            fault = fault_of(datum, loss_fn, self._vocabulary, self._longest)
+            fault = fault_of(datum, loss_fn, self.vocabulary, self.longest)
             if fault is not None:
                 raise RequestError(f"data[{number}]: {fault}")
 
@@ -73,37 +78,59 @@ class Passes:
             )
         return total, rows
 
+    @torch.no_grad()
+    def score(self, asked: Sequence[Asked]) -> list[Scored]:
+        """Read prompts, as `run` reads rows that end with their last token but one, whose
+        log-probabilities are the same bits where the same rows share a micro-batch."""
+        found = []
+        for first in range(0, len(asked), self._rows):
+            some = asked[first : first + self._rows]
+            tokens = [torch.tensor(one.prompt) for one in some]
+            logits = self._logits(tokens, [len(one.prompt) for one in some])
+            found += [_scored(*pair) for pair in zip(some, logits, strict=True)]
+        return found
+
+    def _padded(self, rows: Iterable[Tensor], length: int, value: int = 0) -> Tensor:
+        whole = [pad(row, (0, length - row.numel()), value=value) for row in rows]
+        return torch.stack(whole).to(self._device)
+
+    def _logits(self, tokens: Sequence[Tensor], ends: Sequence[int]) -> Tensor:
+        """Logits in float32, of shape [rows, length, vocabulary].
+
+        Args:
+            tokens: Of each row.
+            ends: Where each is no longer looked at.
+        """
+        longest = min(max(ends), self.longest)
+        length = -(-longest // self._multiple) * self._multiple
+        ones = (torch.ones(min(end, length), dtype=torch.int64) for end in ends)
+        kind, dtype = self._device.type, self._autocast
+        with torch.autocast(kind, dtype) if dtype else nullcontext():
+            output = self._model(
+                input_ids=self._padded(tokens, length),
+                attention_mask=self._padded(ones, length),
+                use_cache=False,
+            )
+        return output.logits.float()
+
     def _micro_batch(
         self, data: Sequence[Datum], loss_fn: str, settings: Settings, backward: bool
     ) -> tuple[float, list[Tensor]]:
         """Rows of one length, in which there is room for the token that the client has
         shifted away."""
-        longest = max(datum.tokens.numel() for datum in data)
-        longest = min(longest + 1, self._longest)
-        length = -(-longest // self._multiple) * self._multiple
-        device, dtype = self._device, self._autocast
-
-        def padded(rows: Iterable[Tensor], value: int = 0) -> Tensor:
-            whole = [pad(row, (0, length - row.numel()), value=value) for row in rows]
-            return torch.stack(whole).to(device)
-
-        ends = [min(datum.tokens.numel() + 1, length) for datum in data]
-        mask = padded(torch.ones(end, dtype=torch.int64) for end in ends)
-        targets = padded((datum.inputs[TARGETS] for datum in data), -100)
-        given = {
-            name: padded(datum.inputs[name] for datum in data)
-            for name in LOSSES[loss_fn].inputs
-        }
-        autocast = torch.autocast(device.type, dtype) if dtype else nullcontext()
+        ends = [datum.tokens.numel() + 1 for datum in data]
         with torch.set_grad_enabled(backward):
-            with autocast:
-                output = self._model(
-                    input_ids=padded(datum.tokens for datum in data),
-                    attention_mask=mask,
-                    use_cache=False,
-                )
-            logits = output.logits.float().flatten(0, 1)
-            nll = cross_entropy(logits, targets.flatten(), reduction="none")
+            logits = self._logits([datum.tokens for datum in data], ends)
+            length = logits.shape[1]
+            targets = self._padded(
+                (datum.inputs[TARGETS] for datum in data), length, -100
+            )
+            given = {
+                name: self._padded((datum.inputs[name] for datum in data), length)
+                for name in LOSSES[loss_fn].inputs
+            }
+            flat = logits.flatten(0, 1)
+            nll = cross_entropy(flat, targets.flatten(), reduction="none")
             logprobs = -nll.view(targets.shape)
             loss = LOSSES[loss_fn].of(logprobs, given, settings)
         self._between()
@@ -112,3 +139,27 @@ class Passes:
         found = logprobs.detach().cpu()
         rows = [found[row, : d.tokens.numel()].clone() for row, d in enumerate(data)]
         return float(loss.detach()), rows
+
+
+def _scored(asked: Asked, logits: Tensor) -> Scored:
+    """Log-probabilities of a prompt from its logits, of shape [length, vocabulary]."""
+    length = len(asked.prompt)
+    prompt = torch.tensor(asked.prompt, device=logits.device)
+    every, last = logits[: length - 1], logits[length - 1].clone()
+    nll = cross_entropy(every, prompt[1:], reduction="none")
+    nothing = torch.full((1,), torch.nan)
+    logprobs = torch.cat([nothing, -nll.cpu()])
+    top = wanted = None
+    if asked.num_top or asked.wanted is not None:
+        every = every.log_softmax(-1)
+    if asked.num_top:
+        best = every.topk(min(asked.num_top, every.shape[-1]))
+        values = best.values.clamp(min=MASKED).cpu()
+        tokens = best.indices.int().cpu()
+        top = Top(pad(tokens, (0, 0, 1, 0)), pad(values, (0, 0, 1, 0), value=MASKED))
+    if asked.wanted is not None:
+        which = asked.wanted.values.to(logits.device)
+        values = every.gather(1, which.clamp(min=0)).clamp(min=MASKED)
+        values = values.masked_fill(which < 0, 0)
+        wanted = Wanted(values.cpu(), asked.wanted.sparse)
+    return Scored(logprobs, top, wanted, last)

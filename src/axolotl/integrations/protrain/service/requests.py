@@ -8,10 +8,10 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError
 
 from ..core.errors import RequestError
 from .adapters import KINDS, folder_of
@@ -19,58 +19,32 @@ from .engine import FAULTS, AdapterService, as_refusal
 from .live import AdamParams
 from .losses import Datum
 from .messages import MOST_ROWS, data_of, read_request, settings_of, shaped
-from .turns import Ticket
+from .sample_requests import SAMPLING, session_name
+from .turns import MOST_WAITING, Ticket
+from .wire import (
+    ID,
+    Input,
+    Message,
+    ModelMessage,
+    SessionMessage,
+    Strict,
+    TensorMessage,
+    future_of,
+    worded,
+)
 
 UNLOADED = "unloaded"
 """In place of a number: an unload is done when it is answered."""
-_ID = r"^[A-Za-z0-9][A-Za-z0-9_:-]{0,79}$"
-_ELSEWHERE = (
-    "Sampling is not served here: save_weights_for_sampler with a name writes a PEFT "
-    "folder that vLLM or transformers load."
-)
 REFUSED = {
-    "asample": _ELSEWHERE,
-    "create_sampling_session": _ELSEWHERE,
-    "join_sampling_session": _ELSEWHERE,
     "create_custom_loss": "Custom losses run in the client (forward_backward_custom).",
     "save_weights_external": "Use save_weights_for_sampler: it writes a PEFT folder.",
     "copy_weights": "Load a state by its path instead (load_weights).",
     "auth/token": "Keys are not exchanged here: send X-API-Key.",
 }
 """Requests that are not served, and what to use instead."""
-_NOT_HONOURED = {
-    "ttl_seconds": "a state stays until its folder is deleted",
-    "sampling_session_seq_id": _ELSEWHERE,
-    "weights_access_token": (  # nosec B105 - no password
-        "there are no accounts; every state may be loaded"
-    ),
-}
-"""Fields of clients that may only be unset. `user_metadata` is not kept."""
 
 
-def worded(error: ValidationError) -> str:
-    """Return what is wrong first, and where."""
-    first = error.errors(include_url=False, include_input=False)[0]
-    return f"{'.'.join(map(str, first['loc'])) or 'the body'}: {first['msg']}"
-
-
-class _Message(BaseModel):
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_what_is_not_honoured(cls, given: Any) -> Any:
-        for name, why in _NOT_HONOURED.items():
-            if isinstance(given, dict) and given.get(name) is not None:
-                raise ValueError(f"{name} has to be left out: {why}")
-        return given
-
-
-class _Strict(_Message):
-    """Everything in it changes numbers."""
-
-    model_config = ConfigDict(extra="forbid")
-
-
-class _Lora(_Strict):
+class _Lora(Strict):
     rank: int
     seed: int | None = Field(None, ge=0, lt=2**63)
     train_unembed: bool = True
@@ -78,19 +52,11 @@ class _Lora(_Strict):
     train_attn: bool = True
 
 
-class _Optimizer(_Strict):
+class _Optimizer(Strict):
     type: Literal["adamw"] = "adamw"
 
 
-class _Session(_Message):
-    session_id: str = Field(pattern=_ID)
-
-
-class _Model(_Message):
-    model_id: str = Field(pattern=_ID)
-
-
-class _New(_Session):
+class _New(SessionMessage):
     model_seq_id: int = Field(ge=0, le=2**31)
     base_model: str | None = None
     optimizer_config: _Optimizer | None = None
@@ -117,52 +83,40 @@ class _Numbered(BaseModel):
     """The part that is read first: a request that is refused after that has used up its
     number."""
 
-    model_id: str | None = Field(None, pattern=_ID)
+    model_id: str | None = Field(None, pattern=ID)
     seq_id: int | None = Field(None, ge=1, le=2**31)
 
 
-class _Step(_Model):
+class _Step(ModelMessage):
     adam_params: AdamParams
 
 
-class _Save(_Model):
+class _Save(ModelMessage):
     path: str
     overwrite: bool = False
 
 
-class _Load(_Model):
+class _SaveForSampler(ModelMessage):
+    path: str | None = None
+    sampling_session_seq_id: int | None = Field(None, ge=0, le=2**31)
+    kind: Literal["snapshot"] = "snapshot"
+
+
+class _Load(ModelMessage):
     path: str
     optimizer: bool
 
 
-class _Info(_Message):
+class _Info(Message):
     tinker_path: str
 
 
-# `fail_fast`: a list of errors would be larger than the body
-
-
-class _Chunk(_Message):
-    type: Literal["encoded_text"] = "encoded_text"
-    tokens: list[Annotated[int, Field(ge=0, lt=2**31)]] = Field(fail_fast=True)
-
-
-class _Input(_Message):
-    chunks: list[_Chunk] = Field(fail_fast=True)
-
-
-class _Tensor(_Strict):
-    data: list[float] = Field(fail_fast=True)
-    dtype: Literal["int64", "float32"]
-    shape: list[int] | None = Field(None, max_length=8)
-
-
-class _Datum(_Message):
-    model_input: _Input
-    loss_fn_inputs: dict[str, _Tensor]
+class _Datum(Message):
+    model_input: Input
+    loss_fn_inputs: dict[str, TensorMessage]
 
     def read(self, number: int) -> Datum:
-        tokens = [token for chunk in self.model_input.chunks for token in chunk.tokens]
+        tokens = self.model_input.tokens()
         inputs = {}
         for name, given in self.loss_fn_inputs.items():
             values = torch.tensor(given.data, dtype=torch.float64)
@@ -174,18 +128,18 @@ class _Datum(_Message):
         return Datum(torch.tensor(tokens, dtype=torch.int64), inputs)
 
 
-class _Data(_Message):
+class _Data(Message):
     data: list[_Datum] = Field(fail_fast=True, max_length=MOST_ROWS)
     loss_fn: str
     loss_fn_config: dict[str, float | str] | None = None
 
 
-class _Pass(_Model):
+class _Pass(ModelMessage):
     forward_backward_input: _Data | None = None
     forward_input: _Data | None = None
 
 
-def _get_info(service: AdapterService, asked: _Model) -> dict[str, Any]:
+def _get_info(service: AdapterService, asked: ModelMessage) -> dict[str, Any]:
     base, model = service.base_model, asked.model_id
     return {
         "type": "get_info",
@@ -204,7 +158,7 @@ def _weights_info(service: AdapterService, asked: _Info) -> dict[str, Any]:
     return {**named, "lora_rank": spec.rank, **flags}
 
 
-def _unload(service: AdapterService, asked: _Model) -> dict[str, Any]:
+def _unload(service: AdapterService, asked: ModelMessage) -> dict[str, Any]:
     service.unload(asked.model_id)
     return {"type": "unload_model", **future_of(asked.model_id, UNLOADED)}
 
@@ -213,17 +167,26 @@ def _new_session(*_: object) -> dict[str, Any]:
     return {"type": "create_session", "session_id": uuid.uuid4().hex[:12]}
 
 
-_CLIENT = {"pjwt_auth_enabled": False, "use_pyqwest_transport": False}
-"""Setting of a client: its own transport of HTTP/2 is of no use on loopback."""
-ANSWERED: dict[str, tuple[type[_Message] | None, Callable[..., dict[str, Any]]]] = {
+_CLIENT = {
+    "pjwt_auth_enabled": False,
+    # its own transport of HTTP/2 is of no use on loopback
+    "use_pyqwest_transport": False,
+    # a wave may take longer than a client waits for progress
+    "sample_enable_stuck_detection": False,
+    "sample_join_sampling_session": True,
+    "sample_max_concurrent_requests": MOST_WAITING,
+}
+"""Settings of a client."""
+ANSWERED: dict[str, tuple[type[Message] | None, Callable[..., dict[str, Any]]]] = {
     "client/config": (None, lambda *_: _CLIENT),
-    "client/dynamic_config": (None, lambda *_: {}),
+    "client/dynamic_config": (None, lambda *_: {"sample_cancel_enabled": True}),
     "telemetry": (None, lambda *_: {"status": "accepted"}),
     "create_session": (None, _new_session),
-    "session_heartbeat": (_Session, lambda *_: {"type": "session_heartbeat"}),
-    "get_info": (_Model, _get_info),
+    "session_heartbeat": (SessionMessage, lambda *_: {"type": "session_heartbeat"}),
+    "get_info": (ModelMessage, _get_info),
     "weights_info": (_Info, _weights_info),
-    "unload_model": (_Model, _unload),
+    "unload_model": (ModelMessage, _unload),
+    **SAMPLING,
 }
 """Requests that are answered at once: the message, if it is read, and what answers it."""
 
@@ -257,7 +220,20 @@ def _pass(
     return ask(asked.model_id, data, loss_fn, settings, number, only)
 
 
-QUEUED: dict[str, tuple[type[_Message], Callable[..., Ticket]]] = {
+def _save_for_sampler(
+    service: AdapterService, asked: _SaveForSampler, number: int | None
+) -> Ticket:
+    if asked.path is not None:
+        return service.save(asked.model_id, asked.path, number, whole=False)
+    if asked.sampling_session_seq_id is None:
+        raise RequestError("path: give a name, or a sampling_session_seq_id.")
+    # a model's id begins with that of its client's session
+    session, _, _ = asked.model_id.partition(":train:")
+    name = session_name(session, asked.sampling_session_seq_id)
+    return service.save_session(asked.model_id, name, number)
+
+
+QUEUED: dict[str, tuple[type[Message], Callable[..., Ticket]]] = {
     "create_model": (_Create, _create),
     "forward": (_Pass, partial(_pass, forward_only=True)),
     "forward_backward": (_Pass, _pass),
@@ -266,10 +242,7 @@ QUEUED: dict[str, tuple[type[_Message], Callable[..., Ticket]]] = {
         _Save,
         lambda s, a, n: s.save(a.model_id, a.path, n, overwrite=a.overwrite),
     ),
-    "save_weights_for_sampler": (
-        _Save,
-        lambda s, a, n: s.save(a.model_id, a.path, n, whole=False),
-    ),
+    "save_weights_for_sampler": (_SaveForSampler, _save_for_sampler),
     "load_weights": (
         _Load,
         lambda s, a, n: s.load(a.model_id, a.path, a.optimizer, n),
@@ -315,8 +288,3 @@ def queue(
             service.refuse(named.model_id, named.seq_id, refusal)
         raise refusal from error
     return future_of(ticket.model, ticket.number)
-
-
-def future_of(model: str, number: object) -> dict[str, Any]:
-    """Name what a client asks `retrieve_future` for."""
-    return {"request_id": f"{model}:{number}", "model_id": model}

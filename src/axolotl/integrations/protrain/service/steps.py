@@ -21,12 +21,17 @@ from ..core.errors import (
 )
 from ..run import TrainingRun
 from .adapters import AdapterSpec, AdapterState, AdapterStore, folder_of
+from .decoding import Decoder
 from .live import AdamParams, LiveAdapter
 from .passes import Passes
-from .turns import Turns
+from .samples import Samples
+from .sessions import SavedSession, Sessions
+from .turns import Ticket, Turns
 
 LOG = get_logger(__name__)
 
+NOBODY = ""
+"""In place of a model: whose requests are the service's own."""
 LAST = "_last"
 """Name under which `close` saves what has changed since its last save."""
 FAULTS = (ProTrainError, OSError, MemoryError, *FOREIGN_ERRORS)
@@ -43,9 +48,12 @@ class Steps:
         store: Has them all.
         turns: Say whose turn is next.
         folder: For what is saved.
+        pad: A token that nothing reads.
 
     Attributes:
         passes: Forward and backward.
+        samples: The rows that wait to be sampled.
+        sessions: Who samples with which weights.
     """
 
     def __init__(
@@ -56,18 +64,75 @@ class Steps:
         store: AdapterStore,
         turns: Turns,
         folder: Path,
+        pad: int,
     ) -> None:
         assert run.session is not None
         self._run, self._session, self._live = run, run.session, live
         self._store, self._turns, self._folder = store, turns, folder
         self.passes = Passes(cfg, run.session, self._prefetch)
+        self.sessions = Sessions(store, folder, turns, self.forget_later)
+        self.samples = Samples(
+            Decoder(cfg, run.session, pad),
+            self.passes,
+            turns,
+            self.sample,
+            self._prefetch,
+            self._session.forget_gradients,
+        )
         self._unsaved: set[str] = set()
         self._num_passes = 0
 
+    def forget_later(self) -> None:
+        """Let `forget` have its turn."""
+        # nobody knows how much the server's own line has when it stops
+        if not self._turns.stopped:
+            self._turns.add(NOBODY, None, Ticket(self.forget, None))
+
     def forget(self) -> None:
-        """Drop the models that were unloaded."""
+        """Drop the models that were unloaded, and weights that no session has."""
         for model in [name for name in self._store.layouts if name not in self._turns]:
             self._drop(model)
+        self.sessions.sweep(self._drop_sampler)
+
+    def _drop_sampler(self, key: str) -> None:
+        self._live.leave()
+        self._store.drop_sampler(key)
+        self.samples.drop(key)
+        if key in self._turns:
+            self._turns.close(key)
+
+    def sample(self, key: str) -> None:
+        """Make a turn of sampling with the weights of a key."""
+        try:
+            self._live.show(self._sampler(key))
+            self._prefetch()
+            self.samples.turn(key)
+        except FAULTS as error:
+            # the model is as it was before
+            traceback.clear_frames(error.__traceback__)
+            self._session.forget_gradients()
+            self._live.leave()
+            if not isinstance(error, ProTrainError):
+                LOG.error(traceback.format_exc())
+            if isinstance(error, RuntimeError) and is_shortage(error):
+                error = RequestError(
+                    f"prompt: the device has no room for this request: {error}", 413
+                )
+            self.samples.fail(key, error)
+        if not self._turns.stopped:
+            self.samples.ended(key)
+
+    def _sampler(self, key: str) -> AdapterState:
+        if self._store.cached(key) is None:
+            self._live.leave()
+        return self._store.sampler(key, self.sessions.weights_of(key))
+
+    def save_own(self, model: str, session: str) -> SavedSession:
+        """Save an adapter for a sampling session alone."""
+        state, folder = self._state(model), self.sessions.folder_for(session)
+        self._live.put_back()
+        self._store.write(folder, state, False)
+        return self.sessions.add_own(session)
 
     def _drop(self, model: str) -> None:
         self._live.leave()
@@ -157,6 +222,7 @@ class Steps:
     def close(self) -> None:
         """Give the memory of all adapters back, and the base."""
         self._live.leave()
+        self.sessions.close()
         self._store.close()
         self._run.close()
 

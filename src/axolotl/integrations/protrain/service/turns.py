@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import Condition
@@ -40,11 +40,20 @@ class Ticket(Future[Any]):
         # nobody can cancel it
         self.set_running_or_notify_cancel()
 
+    def settle(self, result: Any = None, error: BaseException | None = None) -> None:
+        """Answer it, unless somebody else just has."""
+        with suppress(InvalidStateError):
+            if error is None:
+                self.set_result(result)
+            else:
+                self.set_exception(error)
+
 
 @dataclass
 class _Line:
     next: int = 0
     last: int = -1
+    apart: bool = False
     tickets: dict[int, Ticket] = field(default_factory=dict)
 
     def known(self, model: str, number: int, asks: Any) -> Ticket:
@@ -63,7 +72,10 @@ class Turns:
     """The requests of all models; any thread may call it.
 
     Those of a model are numbered from 0 and may arrive in any order. A model whose next
-    request is there joins the end of the line; whoever had a turn goes to its end.
+    request is there joins the end of the line; whoever had a turn goes to its end. What
+    samples with the same weights has one place in it, as a model that trains has: see Note
+    [Turns of training and sampling] in `samples`. Requests to sample are kept apart, under
+    the numbers that clients give them.
 
     Args:
         most_bytes: Of the host, for requests that arrive or wait, and for answers that
@@ -87,9 +99,45 @@ class Turns:
     def begin(self, model: str, ticket: Ticket) -> Ticket:
         """`add` number 0 of a model that may be new."""
         with self._changed:
-            if not self.stopped:
-                self._lines.setdefault(model, _Line())
+            self.open(model)
             return self.add(model, 0, ticket)
+
+    def open(self, name: str, apart: bool = False) -> None:
+        """Let requests of a name that is no model's come, if it is new; `apart` for those
+        of `keep`."""
+        with self._changed:
+            if not self.stopped:
+                self._lines.setdefault(name, _Line(apart=apart))
+
+    def keep(self, name: str, number: int | None, ticket: Ticket) -> Ticket:
+        """Keep a request that somebody else answers, whenever that is, under any number;
+        by default the next one. The ticket of an equal one that was there before, if any.
+
+        Raises:
+            RequestError: There is no such name, another request had this number, or too
+                many wait.
+        """
+        with self._changed:
+            if self.stopped:
+                raise RequestError("the server is stopping.", 409)
+            line = self._line(name)
+            number = line.last + 1 if number is None else number
+            if number in line.tickets:
+                return line.known(name, number, ticket.asks)
+            if sum(not one.done() for one in line.tickets.values()) >= MOST_WAITING:
+                raise RequestError(
+                    f"{MOST_WAITING} requests of {name} wait. Wait for answers before "
+                    "sending more.",
+                    429,
+                )
+            self._put(line, name, number, ticket)
+            return ticket
+
+    def waits(self, name: str) -> bool:
+        """Tell whether a request of a name is not answered yet."""
+        with self._changed:
+            line = self._lines.get(name, _Line())
+            return any(not ticket.done() for ticket in line.tickets.values())
 
     def add(self, model: str, number: int | None, ticket: Ticket) -> Ticket:
         """Queue a request, by default after the last one; one that is done uses its number
@@ -112,18 +160,23 @@ class Turns:
                     f"{MOST_WAITING} may wait. Wait for answers before sending more.",
                     429,
                 )
-            self.reserve(ticket.nbytes)
-            line.tickets[number] = ticket
-            ticket.model, ticket.number = model, number
-            line.last = max(line.last, number)
-            self._settle(model)
-            ticket.add_done_callback(self._keep)
-            while len(line.tickets) > MOST_ANSWERS:
-                oldest = next(iter(line.tickets.values()))
-                if oldest.number >= line.next or not oldest.done():
-                    break
-                self._forget(oldest)
+            self._put(line, model, number, ticket)
             return ticket
+
+    def _put(self, line: _Line, name: str, number: int, ticket: Ticket) -> None:
+        self.reserve(ticket.nbytes)
+        line.tickets[number] = ticket
+        ticket.model, ticket.number = name, number
+        line.last = max(line.last, number)
+        if not line.apart:
+            self._settle(name)
+        ticket.add_done_callback(self._keep)
+        while len(line.tickets) > MOST_ANSWERS:
+            oldest = next(iter(line.tickets.values()))
+            has_turn = oldest.number >= line.next and not line.apart
+            if has_turn or not oldest.done():
+                break
+            self._forget(oldest)
 
     def reserve(self, nbytes: int) -> None:
         """Count bytes of a request; `release` them when they are gone.
@@ -161,10 +214,9 @@ class Turns:
             self.release(ticket.nbytes)
             line = self._lines.get(ticket.model)
             kept = line is not None and line.tickets.get(ticket.number) is ticket
-            result = ticket.result() if ticket.exception() is None else None
-            rows = result[1] if kept and isinstance(result, tuple) else ()
-            ticket.nbytes = sum(row.nbytes + TENSOR_BYTES for row in rows)
-            if rows:
+            answered = kept and ticket.exception() is None
+            ticket.nbytes = _bytes_of(ticket.result()) if answered else 0
+            if ticket.nbytes:
                 self.used_bytes += ticket.nbytes
                 self._answers.append(ticket)
 
@@ -215,7 +267,7 @@ class Turns:
         with self._changed:
             line = self._lines.get(model, _Line(next=number))
             waits = line.next < number and line.next not in line.tickets
-            return line.next if waits else None
+            return line.next if waits and not line.apart else None
 
     def close(self, model: str) -> None:
         """Forget a model; its requests that wait are refused.
@@ -258,8 +310,14 @@ class Turns:
             self._changed.notify_all()
 
 
+def _bytes_of(result: Any) -> int:
+    if isinstance(result, tuple):
+        return sum(row.nbytes + TENSOR_BYTES for row in result[1])
+    return getattr(result, "nbytes", 0)
+
+
 def _refuse(tickets: list[Ticket], error: RequestError) -> None:
     for ticket in tickets:
         if not ticket.done():
             ticket.act = None
-            ticket.set_exception(error)
+            ticket.settle(error=error)
