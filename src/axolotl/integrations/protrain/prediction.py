@@ -111,8 +111,8 @@ class Prediction:
             apart = BYTES_APART * self._counted_bytes()
             traced = self._predicted_bytes() - forecast.hardware.unseen_bytes
             beyond = max(peaks) - traced
-            if self.evaluates and beyond <= apart:
-                # whose peak it is does not show
+            if (self.evaluates or forecast.generation) and beyond <= apart:
+                # whose peak it is does not show; answers may be short
                 return False
         folder = self._args.protrain_cache_dir
         seen = peak_seen(folder, device, forecast.layout, forecast.trace)

@@ -43,6 +43,7 @@ from .core.sizes import format_bytes
 from .interrupts import DeferredSignals
 from .job import about, batch_tokens, compile_keys, disk_dir, plan_here
 from .prediction import CHECKED_STEP, UNCOUNTED, Prediction
+from .generation import Waves
 from .recovery import Recovery
 from .report.run import WATCHED_STEPS, RunReport
 
@@ -427,6 +428,15 @@ class TrainingRun:
     def say_saved(self, checkpoint: Path) -> None:
         """A checkpoint has its name: all of it is on disk."""
         self._notices.once(f"ProTrain: {checkpoint.name} is complete.")
+
+    @contextmanager
+    def sampling(self, model: nn.Module) -> Iterator[None]:
+        """Inside, a trainer may let the model generate; see `Waves`."""
+        if self.session is None or self.report is None:
+            yield
+            return
+        with Waves(self.session, self.report, self.ranks, self.log).around(model):
+            yield
 
     def clip_grad_norm(self, max_norm: float) -> Tensor | None:
         """See `Session.clip_grad_norm`; None outside a session."""

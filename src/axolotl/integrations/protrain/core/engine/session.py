@@ -24,8 +24,8 @@ state is handed over, not copied. A rank takes another plan only where it is alo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -34,12 +34,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import AccessError
 from ..layout import PIECE_NUMEL
 from ..layout.tensors import model_bindings
 from ..types import Chunk, Counters, Layout, Placement, Plan, main_grads_in_fp32
 from .access import StateAccess
 from .apply import Updates
-from .calls import Hook, drop_ended_backward
+from .calls import Hook, drop_ended_backward, inside_backward
 from .compiled import CompiledForward
 from .device import POISON_BYTE, Device
 from .embedding import HostEmbedding
@@ -288,6 +289,35 @@ class Session:
         if self._optimizer is not None and step.hosts:
             step.updates.take_chunks(step.hosts)
         self._full_params.show_again()
+
+    @contextmanager
+    def holding(self, chunks: Collection[int]) -> Iterator[None]:
+        """Keep paged chunks on the device inside, each once it has been used: for many
+        forwards in a row, which would fetch it for each. Addresses are those of before
+        again afterwards.
+
+        Raises:
+            AccessError: A forward or backward pass runs.
+        """
+        if not chunks:
+            yield
+            return
+        step = self._step
+        if step.slots.in_forward or inside_backward():
+            raise AccessError(
+                "chunks can be held on the device between two passes through the model, "
+                "not inside of one"
+            )
+        self._full_params.hide()
+        try:
+            step.slots.hold(chunks)
+            step.store.rebind(self.plan.paged, step.slots.buffer_for)
+            yield
+        finally:
+            self.device.synchronize()
+            step.slots.let_go()
+            step.store.rebind(self.plan.paged, step.slots.buffer_for)
+            self._full_params.show_again()
 
     def forget_gradients(self) -> None:
         """Undo the forward and backward passes since the last update."""

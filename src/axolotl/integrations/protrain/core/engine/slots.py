@@ -34,7 +34,7 @@ state: it is applied on the way into `IN_USE`, or makes the chunk `UPDATING`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
@@ -307,7 +307,7 @@ class Slots:
         self._device, self._pool, self._counters = device, pool, counters
         self._transport = Transport(device, ranks if plan.shards > 1 else None)
         self._shards = plan.shards
-        numbers = {index: number for number, index in enumerate(self.chunks)}
+        paged = frozenset(self.chunks)
         self._sizes = slot_bytes(layout, plan.placements, plan.n_buffer, plan.shards)
         self._all: list[Slot] = []
         self._slots: dict[int, Slot] = {}
@@ -316,20 +316,9 @@ class Slots:
         self._sources: dict[int, tuple[Tensor | None, list[Move]]] = {}
         self.disk: Disk | None = None
         self._num_disk_buffers = plan.disk_buffers
-        schedule = Schedule(
-            [[numbers[c] for c in b.chunks if c in numbers] for b in layout.blocks],
-            plan.n_buffer,
-        )
-        blocks = range(schedule.num_blocks)
-        self._needed = [self._of(schedule.needed(block)) for block in blocks]
-        self._ahead = {
-            way: [self._of(schedule.ahead(block, way)) for block in blocks]
-            for way in Direction
-        }
-        self._soon = {
-            way: [self._of(schedule.after(block, way)) for block in blocks]
-            for way in Direction
-        }
+        self._needed = [[c for c in b.chunks if c in paged] for b in layout.blocks]
+        self._held: list[int] = []
+        self._order(self.chunks)
 
     def allocate(self) -> None:
         """Take the device memory of all slots."""
@@ -337,8 +326,61 @@ class Slots:
         # before the slots, whose first fetch waits for what compute does to them
         transport.reserve([self._layout.chunks[index] for index in self.chunks])
         self._all = [Slot(device.allocate(n), device, transport) for n in self._sizes]
-        pairs = enumerate(self.chunks)
-        self._slots = {index: self._all[n % len(self._all)] for n, index in pairs}
+        self._deal(self.chunks)
+
+    def _order(self, chunks: Sequence[int]) -> None:
+        """Let these chunks follow each other through the slots."""
+        numbers = {index: number for number, index in enumerate(chunks)}
+        schedule = Schedule(
+            [[numbers[c] for c in needed if c in numbers] for needed in self._needed],
+            len(self._sizes),
+        )
+        blocks = range(schedule.num_blocks)
+
+        def of(numbered: Iterable[int]) -> list[int]:
+            return [chunks[number] for number in numbered]
+
+        self._ahead = {
+            way: [of(schedule.ahead(block, way)) for block in blocks]
+            for way in Direction
+        }
+        self._soon = {
+            way: [of(schedule.after(block, way)) for block in blocks]
+            for way in Direction
+        }
+
+    def _deal(self, chunks: Sequence[int]) -> None:
+        for number, index in enumerate(chunks):
+            self._slots[index] = self._all[number % len(self._all)]
+
+    def hold(self, held: Collection[int]) -> None:
+        """Give some chunks slots of their own, in which they stay until `let_go`; none is in
+        use. The others follow each other through the ring, which has room for them."""
+        self._empty()
+        rest = [index for index in self.chunks if index not in held]
+        self._order(rest)
+        self._deal(rest)
+        for index in held:
+            chunk = self._layout.chunks[index]
+            buffer = self._device.allocate(padded_bytes(chunk, self._shards))
+            # from here on it is released if something fails
+            self._slots[index] = Slot(buffer, self._device, self._transport)
+            self._held.append(index)
+
+    def let_go(self) -> None:
+        """Give up the slots of chunks that are held; nothing computes or is copied."""
+        self._empty()
+        while self._held:
+            self._slots.pop(self._held.pop()).release()
+        self._order(self.chunks)
+        self._deal(self.chunks)
+
+    def _empty(self) -> None:
+        """Forget what all slots hold: chunks are about to have others."""
+        self.end_use()
+        for slot in {id(slot): slot for slot in self._slots.values()}.values():
+            if slot.holds is not None:
+                self.forget(slot.holds)
 
     def open_disk(self) -> None:
         """Read ahead from now on what the pool has in files."""
@@ -365,9 +407,6 @@ class Slots:
         if disk is not None:
             away = [c for c in soon if c in disk and self._slots[c].holds != c]
             disk.read_ahead(away)
-
-    def _of(self, numbers: Iterable[int]) -> list[int]:
-        return [self.chunks[number] for number in numbers]
 
     def state(self, chunk: int) -> ChunkState:
         """The state of a chunk that passes through a slot."""
@@ -494,7 +533,7 @@ class Slots:
     def forget_all(self) -> None:
         """Forget the content of all slots: somebody wrote through the parameters."""
         self.end_use()
-        for slot in self._all:
+        for slot in (*self._all, *(self._slots[index] for index in self._held)):
             if slot.holds is not None:
                 self._becomes(slot.holds, ChunkState.ON_HOST)
             slot.overwritten()
@@ -511,7 +550,7 @@ class Slots:
         """Let go of the device memory of all slots."""
         if self.disk is not None:
             self.disk.close()
-        for slot in self._all:
+        for slot in (*self._all, *(self._slots[index] for index in self._held)):
             slot.release()
         self._transport.forget_buffers()
 
