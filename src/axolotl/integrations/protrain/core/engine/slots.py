@@ -361,10 +361,11 @@ class Slots:
         self._order(rest)
         self._deal(rest)
         for index in held:
-            chunk = self._layout.chunks[index]
-            buffer = self._device.allocate(padded_bytes(chunk, self._shards))
-            # from here on it is released if something fails
-            self._slots[index] = Slot(buffer, self._device, self._transport)
+            nbytes = padded_bytes(self._layout.chunks[index], self._shards)
+            # no name of its own: the traceback of an error would keep it
+            self._slots[index] = Slot(
+                self._device.allocate(nbytes), self._device, self._transport
+            )
             self._held.append(index)
 
     def let_go(self) -> None:
