@@ -309,14 +309,19 @@ class Session:
                 "not inside of one"
             )
         self._full_params.hide()
+        # what is bound there trains later
+        normal = partial(torch.inference_mode, False)
         try:
-            step.slots.hold(chunks)
-            step.store.rebind(self.plan.paged, step.slots.buffer_for)
+            with normal():
+                step.slots.hold(chunks)
+                step.store.rebind(self.plan.paged, step.slots.buffer_for)
             yield
         finally:
+            # weights that were updated in their slots may be on their way to the host
             self.device.synchronize()
-            step.slots.let_go()
-            step.store.rebind(self.plan.paged, step.slots.buffer_for)
+            with normal():
+                step.slots.let_go()
+                step.store.rebind(self.plan.paged, step.slots.buffer_for)
             self._full_params.show_again()
 
     def forget_gradients(self) -> None:
