@@ -59,13 +59,10 @@ def longest_prompt(trainer: Any, dataset: Iterable[Mapping[str, Any]]) -> int:
 def sampled_batch(trainer: Any, asked: Asked) -> dict[str, Any]:
     """A micro-batch of the most tokens that the trainer's loss can get, with the values
     that the sampler gives it: rows x prompt tokens, rows x completion tokens."""
-    rows, args = trainer.args.per_device_train_batch_size, trainer.args
-    prompt = _padded(trainer, asked.prompt_tokens)
-    completion = _padded(trainer, asked.new_tokens)
-
-    def logps() -> Tensor:
-        return torch.zeros(rows, completion)
-
+    rows = trainer.args.per_device_train_batch_size
+    prompt, completion = (
+        _padded(trainer, n) for n in (asked.prompt_tokens, asked.new_tokens)
+    )
     batch: dict[str, Any] = {
         "prompt_ids": torch.ones(rows, prompt, dtype=torch.int64),
         "prompt_mask": torch.ones(rows, prompt, dtype=torch.int64),
@@ -76,12 +73,16 @@ def sampled_batch(trainer: Any, asked: Asked) -> dict[str, Any]:
     }
     # prompts differ in length, for which models build a mask
     batch["prompt_mask"][0, 0] = 0
-    every = args.steps_per_generation * trainer.num_iterations
-    if args.gradient_accumulation_steps % every:
-        batch["old_per_token_logps"] = logps()
+    if trainer.args.gradient_accumulation_steps % _micro_batches(trainer):
+        batch["old_per_token_logps"] = torch.zeros(rows, completion)
     if trainer.beta != 0.0:
-        batch["ref_per_token_logps"] = logps()
+        batch["ref_per_token_logps"] = torch.zeros(rows, completion)
     return batch
+
+
+def _micro_batches(trainer: Any) -> int:
+    """From one generation to the next."""
+    return int(trainer.args.steps_per_generation * trainer.num_iterations)
 
 
 def _padded(trainer: Any, tokens: int) -> int:
@@ -97,12 +98,14 @@ class Asked:
         rows: Each time.
         prompt_tokens, new_tokens: Of each, at most.
         amid_step: Whether that may be between two micro-batches of a step.
+        steps: Optimizer steps from one time to the next.
     """
 
     rows: int
     prompt_tokens: int
     new_tokens: int
     amid_step: bool
+    steps: float
 
     def traced(
         self, model: nn.Module, device_type: str, autocast: torch.dtype | None
@@ -118,16 +121,29 @@ class Asked:
         )
 
 
-def asked_of(trainer: Any, dataset: Iterable[Mapping[str, Any]]) -> Asked:
-    """Read what a GRPO trainer samples each time."""
+def asked_of(
+    trainer: Any, dataset: Iterable[Mapping[str, Any]], length: int | None
+) -> Asked:
+    """Read what a GRPO trainer samples each time; rows are of `length` tokens where data
+    are not there."""
     args, num_steps = trainer.args, trainer.args.gradient_accumulation_steps
-    every = args.steps_per_generation * trainer.num_iterations
+    every, new_tokens = _micro_batches(trainer), trainer.max_completion_length
+    if length is not None:
+        prompt_tokens = max(1, length - new_tokens)
+    else:
+        prompt_tokens = longest_prompt(trainer, dataset)
     return Asked(
         args.per_device_train_batch_size * args.steps_per_generation,
-        longest_prompt(trainer, dataset),
-        trainer.max_completion_length,
+        prompt_tokens,
+        new_tokens,
         every % num_steps != 0,
+        every / num_steps,
     )
+
+
+def _keeps_logits(model: Any) -> bool:
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return "logits_to_keep" in inspect.signature(base.forward).parameters
 
 
 def _fed(model: Any, rows: int, tokens: int, cache: Any) -> tuple[Any, Tensor]:
@@ -137,10 +153,9 @@ def _fed(model: Any, rows: int, tokens: int, cache: Any) -> tuple[Any, Tensor]:
     mask = torch.ones(rows, before + tokens, dtype=torch.int64)
     # prompts differ in length
     mask[0, 0] = 0
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    given = {"input_ids": ids, "attention_mask": mask}
+    given: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
     given = {name: value.to("meta") for name, value in given.items()}
-    if "logits_to_keep" in inspect.signature(base.forward).parameters:
+    if _keeps_logits(model):
         given["logits_to_keep"] = 1
     out = model(**given, past_key_values=cache, use_cache=True)
     return out.past_key_values, out.logits

@@ -95,13 +95,13 @@ def objective_of(
         return None
     sampled = None
     if generates(trainer):
-        sampled = asked_of(trainer, dataset)
+        sampled = asked_of(trainer, dataset, length)
         batch = sampled_batch(trainer, sampled)
     else:
         # it may count, or draw from a generator of its own
         own_collate = _own(collate, {id(trainer): trainer})
         batch = own_collate(_longest_rows(dataset, trainer.args.train_batch_size))
-    for name, value in batch.items():
+    for name, value in () if sampled else batch.items():
         if length is not None and isinstance(value, Tensor) and value.ndim == 2:
             times = math.ceil(length / value.shape[1])
             batch[name] = value = value.repeat(1, times)[:, :length]
@@ -192,15 +192,22 @@ def _nothing(*_args: Any, **_kwargs: Any) -> None:
 
 
 class _Alone(Accelerator):
-    """One rank: the others take no part in a trace."""
+    """One rank: the others take no part in a trace. What is only logged is zero: its value
+    would be worked out from drawn logits."""
 
     device = _META
 
     def gather(self, tensor: Any) -> Any:
-        return tensor
+        return _logged(tensor)
 
     def gather_for_metrics(self, input_data: Any, *_: Any, **__: Any) -> Any:
-        return input_data
+        return _logged(input_data)
 
     def reduce(self, tensor: Any, *_: Any, **__: Any) -> Any:
-        return tensor
+        return _logged(tensor)
+
+
+def _logged(value: Any) -> Any:
+    if isinstance(value, Tensor) and not value.requires_grad:
+        return torch.zeros(value.shape, dtype=value.dtype, device=value.device)
+    return value

@@ -466,6 +466,7 @@ class Generation:
         prefill: Work of all prompts, for each block and last outside of them.
         decode: The same of one more token of all of them, the last one.
         amid_step: Whether gradients of a step that has begun may be there.
+        steps: Optimizer steps from one time to the next.
     """
 
     rows: int
@@ -476,6 +477,7 @@ class Generation:
     prefill: tuple[Work, ...]
     decode: tuple[Work, ...]
     amid_step: bool = False
+    steps: float = 1.0
 
 
 @dataclass(frozen=True)

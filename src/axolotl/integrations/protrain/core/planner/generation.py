@@ -73,6 +73,7 @@ def trace_generation(
     prompt_tokens: int,
     new_tokens: int,
     amid_step: bool = False,
+    steps: float = 1.0,
 ) -> Generation:
     """Run a prefill and the last decoding step of a wave without weights.
 
@@ -83,7 +84,7 @@ def trace_generation(
         rows: Sequences of a rank.
         prompt_tokens: Of each, at most.
         new_tokens: Sampled for each, at most.
-        amid_step: See `Generation`.
+        amid_step: See `Generation`; so is `steps`.
 
     Raises:
         TraceError: It cannot be run without weights.
@@ -116,6 +117,7 @@ def trace_generation(
         prefill=_work(prefill),
         decode=_work(decode),
         amid_step=amid_step,
+        steps=steps,
     )
 
 

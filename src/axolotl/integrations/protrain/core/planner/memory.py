@@ -42,10 +42,13 @@ _KEEP, _SWAP, _SWAP_INPUT = Policy.KEEP, Policy.SWAP, Policy.SWAP_INPUT
 
 
 _OF_LOSS = " of the loss"
+GENERATION = "generation"
 
 
 def moment(label: str) -> str:
     """Say when a labelled point is, for people, whom the operator tells nothing."""
+    if label == GENERATION:
+        return "while answers are generated"
     where = label.partition(", ")[0]
     return "while computing the loss" if _OF_LOSS in label else f"at {where}"
 
@@ -387,8 +390,8 @@ class MemoryModel:
                 working_bytes = sampled.row_bytes - cache_bytes
             point = replace(
                 timeline[-1],
-                label="generation",
-                phase="generation",
+                label=GENERATION,
+                phase=GENERATION,
                 gradients=sampled.amid_step * states.gradients,
                 activations=cache_bytes,
                 working=working_bytes,
