@@ -28,7 +28,7 @@ from trl import GRPOTrainer
 from .core.engine.device import is_shortage
 from .core.engine.ranks import Ranks
 from .core.engine.session import Session
-from .core.planner.generation import trace_generation
+from .core.planner.generation import GenerationPlan, trace_generation
 from .core.planner.job import trace_loss
 from .core.types import Generation
 from .report.run import WATCHED_STEPS, RunReport
@@ -90,6 +90,9 @@ def _padded(trainer: Any, tokens: int) -> int:
     return -(-tokens // multiple) * multiple
 
 
+_TRACED: dict[Any, Generation] = {}
+
+
 @dataclass(frozen=True)
 class Asked:
     """Sequences that a trainer has sampled between two steps, by a rank.
@@ -110,11 +113,21 @@ class Asked:
     def traced(
         self, model: nn.Module, device_type: str, autocast: torch.dtype | None
     ) -> Generation:
-        """Trace a wave of a model on the meta device.
+        """Trace a wave of a model on the meta device; once of equal models, because a dry
+        run asks for each change of a YAML.
 
         Raises:
             TraceError: It cannot be run without weights.
         """
+        shapes = ((n, p.shape, p.dtype) for n, p in model.named_parameters())
+        key = self, device_type, autocast, type(model), tuple(shapes)
+        if key not in _TRACED:
+            _TRACED[key] = self._traced(model, device_type, autocast)
+        return _TRACED[key]
+
+    def _traced(
+        self, model: nn.Module, device_type: str, autocast: torch.dtype | None
+    ) -> Generation:
         trace = partial(trace_loss, model, device_type, autocast=autocast, skips=False)
         return trace_generation(
             lambda run: trace(run).trace, partial(_fed, model, self.rows), **vars(self)
@@ -185,6 +198,7 @@ class Waves:
     ) -> None:
         self._session, self._report = session, report
         self._ranks, self._log = ranks, log
+        self._planned: GenerationPlan | None = None
 
     @contextmanager
     def around(self, model: Any) -> Iterator[None]:
@@ -193,7 +207,9 @@ class Waves:
         if planned is None:
             yield
             return
-        self._held, self._rows = planned.held, planned.rows
+        self._held = planned.held
+        if planned is not self._planned:
+            self._planned, self._rows = planned, planned.rows
         with patch.object(model, "generate", partial(self._generate, model.generate)):
             yield
 

@@ -132,6 +132,7 @@ class TrainingRun:
         self.saves = BackgroundSave()
         self._notices = Notices(log)
         self._num_evaluated = 0
+        self._waves: Waves | None = None
         self._watching = ExitStack()
         self._undo = ExitStack()
 
@@ -435,7 +436,9 @@ class TrainingRun:
         if self.session is None or self.report is None:
             yield
             return
-        with Waves(self.session, self.report, self.ranks, self.log).around(model):
+        if self._waves is None:
+            self._waves = Waves(self.session, self.report, self.ranks, self.log)
+        with self._waves.around(model):
             yield
 
     def clip_grad_norm(self, max_norm: float) -> Tensor | None:

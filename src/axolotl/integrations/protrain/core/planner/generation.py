@@ -28,6 +28,10 @@ SAMPLED_BYTES = 40
 fp32, both sorted with their places, and probabilities twice."""
 
 
+TOKEN_BYTES = 64
+"""Of each token of a row: its number, mask and position as int64, which grow by copies."""
+
+
 @dataclass(frozen=True)
 class GenerationPlan:
     """How sequences are sampled between two steps.
@@ -104,6 +108,7 @@ def trace_generation(
     cache, logits = kept[-1]
     decode = fed(1, cache)
     sampled = SAMPLED_BYTES * rows * logits.shape[-1]
+    sampled += TOKEN_BYTES * rows * (prompt_tokens + new_tokens)
     # what a block has is still there while it is copied to what is longer
     grown = _kept_bytes(decode)
     decoding = inference_bytes(decode) + grown // max(len(decode.blocks), 1)
