@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
-
-REWARDED_FILE = "rewarded.jsonl"
-"""In the folder that runs: each batch that was judged, with its rewards."""
 
 
 def rows(_cfg: Any, **_kwargs: Any) -> Any:
@@ -29,4 +24,7 @@ def vowels(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
 
 def short(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
     """Reward few letters, of half of the prompts only."""
-    return [-len(text) / 10 if len(p) % 2 else 0.5 for p, text in zip(prompts, completions, strict=True)]
+    return [
+        -len(text) / 10 if len(p) % 2 else 0.5
+        for p, text in zip(prompts, completions, strict=True)
+    ]

@@ -242,7 +242,9 @@ class Waves:
         first = 0
         while first < total:
             last = min(first + self._rows, total)
-            wave = {name: _cut(value, total, first, last) for name, value in given.items()}
+            wave = {
+                name: _cut(value, total, first, last) for name, value in given.items()
+            }
             output = self._attempt(partial(plain, **wave), last - first)
             if output is None:
                 continue
@@ -296,7 +298,11 @@ def _rows_in(given: Mapping[str, Any]) -> int | None:
 
 
 def _cut(value: Any, total: int, first: int, last: int) -> Any:
-    return value[first:last] if isinstance(value, Tensor) and last - first < total else value
+    return (
+        value[first:last]
+        if isinstance(value, Tensor) and last - first < total
+        else value
+    )
 
 
 def _pad_token(given: Mapping[str, Any]) -> int:

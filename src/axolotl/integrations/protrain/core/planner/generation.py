@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -155,9 +155,7 @@ def plan_generation(
     generation, layout = memory.workload.generation, memory.layout
     assert generation is not None
     free = max(room_bytes - memory.standing_bytes(plan), generation.row_bytes)
-    each = (
-        _timed(held, free, memory, plan, demand) for held in _choices(layout, plan)
-    )
+    each = (_timed(held, free, memory, plan, demand) for held in _choices(layout, plan))
     return min(filter(None, each), key=lambda choice: choice.total_s)
 
 
@@ -237,10 +235,8 @@ def _fetch_s(demand: Demand, number: int, hardware: Hardware) -> float:
 
 def _compute_s(work: Work, share: float, hardware: Hardware) -> float:
     """Seconds of a part of the rows, of which kernels are as many."""
-    part = Work(
-        *(round(share * n) for n in list(vars(work).values())[:-1]), work.num_kernels
-    )
-    return work_s(part, hardware)
+    busy = share * work_s(replace(work, num_kernels=0), hardware)
+    return max(busy, work.num_kernels * hardware.kernel_s)
 
 
 def _weights(layout: Layout) -> int:
