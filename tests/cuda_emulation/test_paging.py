@@ -326,7 +326,7 @@ WAITS: dict[str, tuple[type, str, str, str, str]] = {
         "swap inputs",
     ),
     "weights of held chunks are given up before they have left": (
-        *(DEVICE, "synchronize", "holding", "session.py"),
+        *(DEVICE, "synchronize", "__call__", "holding.py"),
         "all held",
     ),
     "codes are unpacked before they are here": (

@@ -93,7 +93,7 @@ def traced_job(
         shapes = (
             f"{name} {' x '.join(map(str, value.shape))}"
             for name, value in batch.items()
-            if name.endswith("_ids")
+            if name.endswith("ids")
         )
         assumptions.append(f"the trainer's own loss, of {', '.join(shapes)} tokens")
     make_experts_traceable(model, assumptions)

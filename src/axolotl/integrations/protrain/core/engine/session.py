@@ -24,8 +24,8 @@ state is handed over, not copied. A rank takes another plan only where it is alo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -34,18 +34,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import AccessError
 from ..layout import PIECE_NUMEL
 from ..layout.tensors import model_bindings
 from ..types import Chunk, Counters, Layout, Placement, Plan, main_grads_in_fp32
 from .access import StateAccess
 from .apply import Updates
-from .calls import Hook, drop_ended_backward, inside_backward
+from .calls import Hook, drop_ended_backward
 from .compiled import CompiledForward
 from .device import POISON_BYTE, Device
 from .embedding import HostEmbedding
 from .full_params import FullParams
 from .gradients import Gradients
+from .holding import Holding
 from .hooks import (
     AroundBlock,
     GradientHooks,
@@ -116,6 +116,9 @@ class Session:
         absent: Names of frozen parameters that this rank has in name only; another of
             the node has their bytes.
 
+    Attributes:
+        holding: Keeps chunks that page on the device for many forwards in a row.
+
     Raises:
         ValueError: The plan shards chunks over other ranks than a node has.
     """
@@ -163,6 +166,7 @@ class Session:
             self.counters,
         )
         self._full_params = self._step.full_params = FullParams(self._step)
+        self.holding = Holding(self._step, self._full_params)
         self._access = StateAccess(self._step, self._full_params)
         self._state_hooks: list[StateHooks] = []
         self._take_gradients()
@@ -289,40 +293,6 @@ class Session:
         if self._optimizer is not None and step.hosts:
             step.updates.take_chunks(step.hosts)
         self._full_params.show_again()
-
-    @contextmanager
-    def holding(self, chunks: Collection[int]) -> Iterator[None]:
-        """Keep paged chunks on the device inside, each once it has been used: for many
-        forwards in a row, which would fetch it for each. Addresses are those of before
-        again afterwards.
-
-        Raises:
-            AccessError: A forward or backward pass runs.
-        """
-        if not chunks:
-            yield
-            return
-        step = self._step
-        if step.slots.in_forward or inside_backward():
-            raise AccessError(
-                "chunks can be held on the device between two passes through the model, "
-                "not inside of one"
-            )
-        self._full_params.hide()
-        # what is bound there trains later
-        normal = partial(torch.inference_mode, False)
-        try:
-            with normal():
-                step.slots.hold(chunks)
-                step.store.rebind(self.plan.paged, step.slots.buffer_for)
-            yield
-        finally:
-            # weights that were updated in their slots may be on their way to the host
-            self.device.synchronize()
-            with normal():
-                step.slots.let_go()
-                step.store.rebind(self.plan.paged, step.slots.buffer_for)
-            self._full_params.show_again()
 
     def forget_gradients(self) -> None:
         """Undo the forward and backward passes since the last update."""

@@ -34,7 +34,7 @@ state: it is applied on the way into `IN_USE`, or makes the chunk `UPDATING`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
@@ -274,6 +274,40 @@ class Slot:
         self.buffer = self.buffer.new_empty(0)
 
 
+class Order:
+    """Chunks that come before and after each other through a ring of slots.
+
+    Args:
+        needed: Chunks of each block, those too that do not pass through the ring.
+        chunks: Those that do, in the order of use.
+        num_slots: Of the ring.
+
+    Attributes:
+        ahead: For each direction and block, chunks to fetch while the block computes.
+        soon: The same, of all that follow: see `Schedule.after`.
+    """
+
+    def __init__(
+        self, needed: Sequence[Sequence[int]], chunks: Sequence[int], num_slots: int
+    ) -> None:
+        numbers = {index: number for number, index in enumerate(chunks)}
+        schedule = Schedule(
+            [[numbers[c] for c in own if c in numbers] for own in needed], num_slots
+        )
+
+        def each(
+            of: Callable[[int, Direction], Iterable[int]],
+        ) -> dict[Direction, list[list[int]]]:
+            return {
+                way: [
+                    [chunks[n] for n in of(block, way)] for block in range(len(needed))
+                ]
+                for way in Direction
+            }
+
+        self.ahead, self.soon = each(schedule.ahead), each(schedule.after)
+
+
 class Slots:
     """The slots of a plan, the chunks that pass through them and the block in use.
 
@@ -317,8 +351,7 @@ class Slots:
         self.disk: Disk | None = None
         self._num_disk_buffers = plan.disk_buffers
         self._needed = [[c for c in b.chunks if c in paged] for b in layout.blocks]
-        self._held: list[int] = []
-        self._order(self.chunks)
+        self._held: list[Slot] = []
 
     def allocate(self) -> None:
         """Take the device memory of all slots."""
@@ -326,62 +359,34 @@ class Slots:
         # before the slots, whose first fetch waits for what compute does to them
         transport.reserve([self._layout.chunks[index] for index in self.chunks])
         self._all = [Slot(device.allocate(n), device, transport) for n in self._sizes]
-        self._deal(self.chunks)
+        self._line_up(self.chunks)
 
-    def _order(self, chunks: Sequence[int]) -> None:
-        """Let these chunks follow each other through the slots."""
-        numbers = {index: number for number, index in enumerate(chunks)}
-        schedule = Schedule(
-            [[numbers[c] for c in needed if c in numbers] for needed in self._needed],
-            len(self._sizes),
-        )
-        blocks = range(schedule.num_blocks)
-
-        def of(numbered: Iterable[int]) -> list[int]:
-            return [chunks[number] for number in numbered]
-
-        self._ahead = {
-            way: [of(schedule.ahead(block, way)) for block in blocks]
-            for way in Direction
-        }
-        self._soon = {
-            way: [of(schedule.after(block, way)) for block in blocks]
-            for way in Direction
-        }
-
-    def _deal(self, chunks: Sequence[int]) -> None:
+    def _line_up(self, chunks: Sequence[int]) -> None:
+        """Let these chunks follow each other through the ring, which is empty then."""
+        self.end_use()
+        for slot in {id(slot): slot for slot in self._slots.values()}.values():
+            if slot.holds is not None:
+                self.forget(slot.holds)
+        self._order = Order(self._needed, chunks, len(self._all))
         for number, index in enumerate(chunks):
             self._slots[index] = self._all[number % len(self._all)]
 
     def hold(self, held: Collection[int]) -> None:
         """Give some chunks slots of their own, in which they stay until `let_go`; none is in
         use. The others follow each other through the ring, which has room for them."""
-        self._empty()
-        rest = [index for index in self.chunks if index not in held]
-        self._order(rest)
-        self._deal(rest)
+        self._line_up([index for index in self.chunks if index not in held])
         for index in held:
             nbytes = padded_bytes(self._layout.chunks[index], self._shards)
-            # no name of its own: the traceback of an error would keep it
-            self._slots[index] = Slot(
-                self._device.allocate(nbytes), self._device, self._transport
-            )
-            self._held.append(index)
+            # no name of its own: the traceback of an error would keep the buffer
+            own = Slot(self._device.allocate(nbytes), self._device, self._transport)
+            self._held.append(own)
+            self._slots[index] = own
 
     def let_go(self) -> None:
         """Give up the slots of chunks that are held; nothing computes or is copied."""
-        self._empty()
+        self._line_up(self.chunks)
         while self._held:
-            self._slots.pop(self._held.pop()).release()
-        self._order(self.chunks)
-        self._deal(self.chunks)
-
-    def _empty(self) -> None:
-        """Forget what all slots hold: chunks are about to have others."""
-        self.end_use()
-        for slot in {id(slot): slot for slot in self._slots.values()}.values():
-            if slot.holds is not None:
-                self.forget(slot.holds)
+            self._held.pop().release()
 
     def open_disk(self) -> None:
         """Read ahead from now on what the pool has in files."""
@@ -404,7 +409,7 @@ class Slots:
 
     def read_ahead(self, block: int, direction: Direction) -> None:
         """Read from the disk what blocks after this one will fetch."""
-        disk, soon = self.disk, self._soon[direction][block]
+        disk, soon = self.disk, self._order.soon[direction][block]
         if disk is not None:
             away = [c for c in soon if c in disk and self._slots[c].holds != c]
             disk.read_ahead(away)
@@ -435,7 +440,7 @@ class Slots:
 
     def ahead(self, block: int, direction: Direction) -> list[int]:
         """Chunks to prefetch while a block computes, the soonest needed first."""
-        wanted = self._ahead[direction][block]
+        wanted = self._order.ahead[direction][block]
         missing = [c for c in wanted if self._slots[c].holds != c]
         disk = self.disk
         if disk is None or self._shards > 1:
@@ -534,7 +539,7 @@ class Slots:
     def forget_all(self) -> None:
         """Forget the content of all slots: somebody wrote through the parameters."""
         self.end_use()
-        for slot in (*self._all, *(self._slots[index] for index in self._held)):
+        for slot in (*self._all, *self._held):
             if slot.holds is not None:
                 self._becomes(slot.holds, ChunkState.ON_HOST)
             slot.overwritten()
@@ -551,7 +556,7 @@ class Slots:
         """Let go of the device memory of all slots."""
         if self.disk is not None:
             self.disk.close()
-        for slot in (*self._all, *(self._slots[index] for index in self._held)):
+        for slot in (*self._all, *self._held):
             slot.release()
         self._transport.forget_buffers()
 
