@@ -155,7 +155,7 @@ def plan_generation(
     generation, layout = memory.workload.generation, memory.layout
     assert generation is not None
     free = max(room_bytes - memory.standing_bytes(plan), generation.row_bytes)
-    each = (_timed(held, free, memory, plan, demand) for held in _choices(layout, plan))
+    each = (timed(held, free, memory, plan, demand) for held in _choices(layout, plan))
     return min(filter(None, each), key=lambda choice: choice.total_s)
 
 
@@ -173,13 +173,15 @@ def _choices(layout: Layout, plan: Plan) -> Iterator[tuple[int, ...]]:
             yield held
 
 
-def _timed(
+def timed(
     held: tuple[int, ...],
     free: int,
     memory: MemoryModel,
     plan: Plan,
     demand: Demand,
 ) -> GenerationPlan | None:
+    """Price some chunks that are held, beside as many sequences as `free` bytes of the
+    device have room for; None for not one."""
     generation, layout = memory.workload.generation, memory.layout
     assert generation is not None
     held_bytes = sum(padded_bytes(layout.chunks[c], plan.shards) for c in held)
@@ -199,7 +201,8 @@ def _timed(
     def pass_s(works: Sequence[Work], copies_s: float) -> float:
         compute_s = sum(_compute_s(work, share, hardware) for work in works)
         read_s = _weights(layout) / hardware.memory_bytes_s
-        compute_s = max(compute_s, read_s)
+        # a thread that queues as many kernels as in training is what few tokens wait for
+        compute_s = max(compute_s, read_s, sum(demand.queue_forward_s))
         if not hardware.overlaps:
             return compute_s + copies_s
         return max(compute_s, copies_s)
