@@ -178,7 +178,11 @@ def planned() -> Iterator[str]:
         plans = Plans(Path(folder))
         build_inputs(Path(folder))
         for number, (_, config, keys, card) in enumerate(PLANNED):
-            settings = {**GRPO, **keys, "tokenizer_config": str(Path(folder) / TOKENIZER)}
+            settings = {
+                **GRPO,
+                **keys,
+                "tokenizer_config": str(Path(folder) / TOKENIZER),
+            }
             plans.add(str(number), config, settings, "--gpu", card, "--json")
         for number, (label, _, _, card) in enumerate(PLANNED):
             yield f"| {label} | {card} | {_told(plans[str(number)])} |"

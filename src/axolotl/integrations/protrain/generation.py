@@ -1,5 +1,4 @@
-"""Answers that are generated while training: TRL's GRPO trainers, and all who call
-`generate` of a model that trains.
+"""Answers that TRL's GRPO trainers generate, for a plan: how many, how long, what they take.
 
 Such a trainer makes its batches itself: it samples answers to prompts, has them judged,
 and computes losses of what came out. Its largest micro-batch is a prompt of the data, the
@@ -8,32 +7,28 @@ longest, and `max_completion_length` tokens.
 
 from __future__ import annotations
 
-import gc
 import inspect
-import time
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
-from unittest.mock import patch
 
 import torch
+from datasets import Dataset
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
-from .core.engine.device import is_shortage
-from .core.engine.ranks import Ranks
-from .core.engine.session import Session
-from .core.planner.generation import GenerationPlan, trace_generation
 from .core.planner.job import trace_loss
-from .core.types import Generation
-from .report.run import WATCHED_STEPS, RunReport
+from .core.planner.memory import inference_bytes
+from .core.types import Generation, Trace, Work
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
+SAMPLED_BYTES = 40
+"""Of each entry of the vocabulary of a row while its token is drawn: logits and scores in
+fp32, both sorted with their places, and probabilities twice."""
+TOKEN_BYTES = 64
+"""Of each token of a row: its number, mask and position as int64, which grow by copies."""
 _TOKENISED = 64
 """Of the prompts of the data, the longest as text, of which one has the most tokens."""
 
@@ -55,6 +50,9 @@ def generates(trainer: Trainer) -> bool:
 
 def longest_prompt(trainer: Any, dataset: Iterable[Mapping[str, Any]]) -> int:
     """Count the tokens of the longest prompt of the data, as the trainer makes them."""
+    if isinstance(dataset, Dataset):
+        # without the other columns
+        dataset = dataset.select_columns("prompt")
     prompts = [row["prompt"] for row in dataset]
     prompts.sort(key=lambda prompt: len(str(prompt)), reverse=True)
     ids = trainer._tokenize_prompts(prompts[:_TOKENISED])[0]
@@ -179,137 +177,71 @@ def _fed(model: Any, rows: int, tokens: int, cache: Any) -> tuple[Any, Tensor]:
     return out.past_key_values, out.logits
 
 
-class Waves:
-    """Lets `generate` of a model that trains sample as many sequences at once as the
-    device has room for, one wave after the other.
-
-    # Note [Waves]
-
-    A wave is a call of the plain `generate` with a part of the rows, on the same model and
-    with the random numbers that follow: its tokens are those of that call without paging.
-    What a plan holds on the device is held around all of them. A wave for which there is
-    no room is sampled again in halves, from the random numbers it began with. Several
-    ranks do not halve: each of them would have another number of waves.
+def trace_generation(
+    trace: Callable[[Callable[[], Tensor]], Trace],
+    forward: Callable[[int, Any], tuple[Any, Tensor]],
+    rows: int,
+    prompt_tokens: int,
+    new_tokens: int,
+    amid_step: bool = False,
+    steps: float = 1.0,
+) -> Generation:
+    """Run a prefill and the last decoding step of a wave without weights.
 
     Args:
-        session: Of the model.
-        report: Gets what was sampled.
-        ranks: Who trains together.
-        log: Prints a line.
+        trace: Traces a forward and backward of the model, each block as it comes.
+        forward: Feeds each of `rows` so many tokens, after the cache that it gets, or None
+            for an empty one; returns the cache and the logits of the last ones.
+        rows: Sequences of a rank.
+        prompt_tokens: Of each, at most.
+        new_tokens: Sampled for each, at most.
+        amid_step: See `Generation`; so is `steps`.
+
+    Raises:
+        TraceError: It cannot be run without weights.
     """
+    kept: list[tuple[Any, Tensor]] = []
 
-    def __init__(
-        self, session: Session, report: RunReport, ranks: Ranks, log: Any
-    ) -> None:
-        self._session, self._report = session, report
-        self._ranks, self._log = ranks, log
-        self._planned: GenerationPlan | None = None
+    def fed(tokens: int, cache: Any) -> Trace:
+        def run() -> Tensor:
+            with torch.no_grad():
+                kept.append(forward(tokens, cache))
+            return torch.zeros((), device="meta", requires_grad=True) * 1
 
-    @contextmanager
-    def around(self, model: Any) -> Iterator[None]:
-        """Inside, `generate` of the model samples in waves."""
-        planned = self._report.forecast.generation
-        if planned is None:
-            yield
-            return
-        self._held = planned.held
-        if planned is not self._planned:
-            self._planned, self._rows = planned, planned.rows
-        with patch.object(model, "generate", partial(self._generate, model.generate)):
-            yield
+        return trace(run)
 
-    def _generate(self, plain: Callable[..., Any], *args: Any, **given: Any) -> Any:
-        session, seen = self._session, self._report.generated
-        if session.plan.shards > 1:
-            # each rank runs as many forwards: a fetch is a gather
-            given["synced_gpus"] = True
-        started = time.perf_counter()
-        with ExitStack() as stack:
-            if seen.phases < WATCHED_STEPS:
-                stack.enter_context(session.watch())
-                session.device.restart_peak()
-            stack.enter_context(session.holding(self._held))
-            output = self._in_waves(partial(plain, *args), given)
-            if seen.phases < WATCHED_STEPS:
-                peak = session.device.peak_since()
-                seen.device_bytes = max(seen.device_bytes, peak)
-        seen.seconds += time.perf_counter() - started
-        seen.phases += 1
-        return output
-
-    def _in_waves(self, plain: Callable[..., Any], given: dict[str, Any]) -> Any:
-        total, seen = _rows_in(given), self._report.generated
-        if total is None:
-            # what has no rows is sampled as it is
-            seen.waves += 1
-            return plain(**given)
-        made: list[Tensor] = []
-        first = 0
-        while first < total:
-            last = min(first + self._rows, total)
-            wave = {
-                name: _cut(value, total, first, last) for name, value in given.items()
-            }
-            output = self._attempt(partial(plain, **wave), last - first)
-            if output is None:
-                continue
-            made.append(output)
-            seen.waves, seen.sequences = seen.waves + 1, seen.sequences + last - first
-            prompt = given["input_ids"].shape[1]
-            seen.tokens += output.shape[0] * (output.shape[1] - prompt)
-            first = last
-        longest = max(output.shape[1] for output in made)
-        filler = _pad_token(given)
-        return torch.cat(
-            [pad(o, (0, longest - o.shape[1]), value=filler) for o in made]
-        )
-
-    def _attempt(self, wave: Callable[[], Any], rows: int) -> Any:
-        """Sample a wave; None where there is no room, and the next one is half of it."""
-        device = self._session.device.torch_device
-        states = [torch.get_rng_state()]
-        if device.type == "cuda":
-            states.append(torch.cuda.get_rng_state(device))
-        try:
-            return wave()
-        except RuntimeError as error:
-            alone = self._ranks.world.size == 1
-            if not is_shortage(error) or rows == 1 or not alone:
-                raise
-            traceback.clear_frames(error.__traceback__)
-        gc.collect()
-        torch.set_rng_state(states[0])
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.set_rng_state(states[1], device)
-        self._rows = -(-rows // 2)
-        line = (
-            f"No room for {rows} sequences at once; from here on {self._rows} are "
-            "generated together."
-        )
-        self._report.notes.append(line)
-        self._log.warning(f"ProTrain: {line}")
-        return None
-
-
-def _rows_in(given: Mapping[str, Any]) -> int | None:
-    """Rows of what `generate` gets; None where it cannot be cut by rows."""
-    ids = given.get("input_ids")
-    if not isinstance(ids, Tensor) or given.get("return_dict_in_generate"):
-        return None
-    tensors = [value for value in given.values() if isinstance(value, Tensor)]
-    rows = ids.shape[0]
-    return rows if all(t.ndim and t.shape[0] == rows for t in tensors) else None
-
-
-def _cut(value: Any, total: int, first: int, last: int) -> Any:
-    return (
-        value[first:last]
-        if isinstance(value, Tensor) and last - first < total
-        else value
+    prefill = fed(prompt_tokens, None)
+    fed(prompt_tokens + new_tokens - 1, None)
+    cache, logits = kept[-1]
+    decode = fed(1, cache)
+    sampled = SAMPLED_BYTES * rows * logits.shape[-1]
+    sampled += TOKEN_BYTES * rows * (prompt_tokens + new_tokens)
+    # what a block has is still there while it is copied to what is longer
+    grown = _kept_bytes(decode)
+    decoding = inference_bytes(decode) + grown // max(len(decode.blocks), 1)
+    highest = max(inference_bytes(prefill), decoding) + sampled
+    return Generation(
+        rows,
+        prompt_tokens,
+        new_tokens,
+        row_bytes=-(-highest // rows),
+        cache_bytes=-(-grown // rows),
+        prefill=_work(prefill),
+        decode=_work(decode),
+        amid_step=amid_step,
+        steps=steps,
     )
 
 
-def _pad_token(given: Mapping[str, Any]) -> int:
-    token = getattr(given.get("generation_config"), "pad_token_id", None)
-    return int(given.get("pad_token_id", token) or 0)
+def _kept_bytes(trace: Trace) -> int:
+    """Bytes that a forward has made and that are there at its end: a cache."""
+    begun = next(i for i, s in enumerate(trace.segments) if s.backward)
+    return sum(each.nbytes for each in trace.lifetimes if each.forgotten >= begun)
+
+
+def _work(trace: Trace) -> tuple[Work, ...]:
+    """Work of each block and last of what is outside of them."""
+    works = [Work()] * (len(trace.blocks) + 1)
+    for segment in trace.segments:
+        works[-1 if segment.block is None else segment.block] += segment.work
+    return tuple(works)

@@ -40,12 +40,12 @@ from .core.layout.tensors import may_repack
 from .core.planner.job import adapter_names
 from .core.planner.planner import Forecast
 from .core.sizes import format_bytes
-from .generation import Waves
 from .interrupts import DeferredSignals
 from .job import about, batch_tokens, compile_keys, disk_dir, plan_here
 from .prediction import CHECKED_STEP, UNCOUNTED, Prediction
 from .recovery import Recovery
 from .report.run import WATCHED_STEPS, RunReport
+from .waves import Waves
 
 if TYPE_CHECKING:
     from .loading import LoadShare

@@ -10,26 +10,14 @@ as fit; the pair that takes the fewest seconds in all is chosen.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
-
-import torch
-from torch import Tensor
 
 from ..layout import padded_bytes, ring_fits, spread_order
-from ..types import Generation, Hardware, Layout, Plan, Trace, Work
+from ..types import Hardware, Layout, Plan, Work
 from .demand import Demand
-from .memory import MemoryModel, inference_bytes
+from .memory import MemoryModel
 from .seconds import work_s
-
-SAMPLED_BYTES = 40
-"""Of each entry of the vocabulary of a row while its token is drawn: logits and scores in
-fp32, both sorted with their places, and probabilities twice."""
-
-
-TOKEN_BYTES = 64
-"""Of each token of a row: its number, mask and position as int64, which grow by copies."""
 
 
 @dataclass(frozen=True)
@@ -68,76 +56,6 @@ class GenerationPlan:
     def tokens_per_s(self) -> float:
         """New tokens of all sequences over the seconds that they take."""
         return self.tokens / self.total_s if self.total_s else math.inf
-
-
-def trace_generation(
-    trace: Callable[[Callable[[], Tensor]], Trace],
-    forward: Callable[[int, Any], tuple[Any, Tensor]],
-    rows: int,
-    prompt_tokens: int,
-    new_tokens: int,
-    amid_step: bool = False,
-    steps: float = 1.0,
-) -> Generation:
-    """Run a prefill and the last decoding step of a wave without weights.
-
-    Args:
-        trace: Traces a forward and backward of the model, each block as it comes.
-        forward: Feeds each of `rows` so many tokens, after the cache that it gets, or None
-            for an empty one; returns the cache and the logits of the last ones.
-        rows: Sequences of a rank.
-        prompt_tokens: Of each, at most.
-        new_tokens: Sampled for each, at most.
-        amid_step: See `Generation`; so is `steps`.
-
-    Raises:
-        TraceError: It cannot be run without weights.
-    """
-    kept: list[tuple[Any, Tensor]] = []
-
-    def fed(tokens: int, cache: Any) -> Trace:
-        def run() -> Tensor:
-            with torch.no_grad():
-                kept.append(forward(tokens, cache))
-            return torch.zeros((), device="meta", requires_grad=True) * 1
-
-        return trace(run)
-
-    prefill = fed(prompt_tokens, None)
-    fed(prompt_tokens + new_tokens - 1, None)
-    cache, logits = kept[-1]
-    decode = fed(1, cache)
-    sampled = SAMPLED_BYTES * rows * logits.shape[-1]
-    sampled += TOKEN_BYTES * rows * (prompt_tokens + new_tokens)
-    # what a block has is still there while it is copied to what is longer
-    grown = _kept_bytes(decode)
-    decoding = inference_bytes(decode) + grown // max(len(decode.blocks), 1)
-    highest = max(inference_bytes(prefill), decoding) + sampled
-    return Generation(
-        rows,
-        prompt_tokens,
-        new_tokens,
-        row_bytes=-(-highest // rows),
-        cache_bytes=-(-grown // rows),
-        prefill=_work(prefill),
-        decode=_work(decode),
-        amid_step=amid_step,
-        steps=steps,
-    )
-
-
-def _kept_bytes(trace: Trace) -> int:
-    """Bytes that a forward has made and that are there at its end: a cache."""
-    begun = next(i for i, s in enumerate(trace.segments) if s.backward)
-    return sum(each.nbytes for each in trace.lifetimes if each.forgotten >= begun)
-
-
-def _work(trace: Trace) -> tuple[Work, ...]:
-    """Work of each block and last of what is outside of them."""
-    works = [Work()] * (len(trace.blocks) + 1)
-    for segment in trace.segments:
-        works[-1 if segment.block is None else segment.block] += segment.work
-    return tuple(works)
 
 
 def plan_generation(
