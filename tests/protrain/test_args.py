@@ -362,7 +362,7 @@ REFUSED_IN_AXOLOTL = [
     ("unfrozen_parameters", {"unfrozen_parameters": ["embed_tokens.weight$[7]"]}),
     *(
         (f"trl.{key}: true", {"rl": "grpo", "trl": {key: True}})
-        for key in ("use_vllm", "async_prefetch", "use_data_producer")
+        for key in ("use_vllm", "sync_ref_model", "async_prefetch", "use_data_producer")
     ),
     ("rl: ebft", {"rl": "ebft", "ebft": {"mode": "structured"}}),
     ("precompute_ref_log_probs", {"rl": "dpo", "precompute_ref_log_probs": True}),

@@ -108,9 +108,15 @@ def objective_of(
         if name.endswith("attention_mask"):
             # rows differ in length, for which models build a mask
             value[-1, -1] = 0
+    # those too that judge answers
+    judges = getattr(trainer, "reward_funcs", None) if sampled else None
+    held = {
+        **vars(trainer),
+        **{f"reward_funcs_{n}": j for n, j in enumerate(judges or ())},
+    }
     others = {
         name: meta_copy(value)
-        for name, value in vars(trainer).items()
+        for name, value in held.items()
         if hasattr(value, "config")
         and isinstance(value, nn.Module)
         and name not in ("model", "model_wrapped")

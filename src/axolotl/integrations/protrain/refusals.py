@@ -287,6 +287,10 @@ _SAMPLING = (
         "merges adapters into weights that are paged out, and sends them to a server",
         "Remove it: the model that trains generates its answers",
     ),
+    Refusal(
+        "sync_ref_model",
+        "mixes weights of a reference on the device with ones that are on the host",
+    ),
     *_each(
         "async_prefetch use_data_producer",
         "generates on a thread of its own while the model trains",

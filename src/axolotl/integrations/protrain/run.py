@@ -133,6 +133,7 @@ class TrainingRun:
         self._notices = Notices(log)
         self._num_evaluated = 0
         self._waves: Waves | None = None
+        self._started = 0.0
         self._watching = ExitStack()
         self._undo = ExitStack()
 
@@ -438,8 +439,11 @@ class TrainingRun:
             return
         if self._waves is None:
             self._waves = Waves(self.session, self.report, self.ranks, self.log)
+        started = time.perf_counter()
         with self._waves.around(model):
             yield
+        # no part of what a step is predicted to take
+        self._started += time.perf_counter() - started
 
     def clip_grad_norm(self, max_norm: float) -> Tensor | None:
         """See `Session.clip_grad_norm`; None outside a session."""
