@@ -51,6 +51,27 @@ class InEights(InPartsPlugin):
     rows = 8
 
 
+class TorchScores(BasePlugin):
+    """Scores are TRL's own: Axolotl's need Triton on whatever calls itself CUDA. Adapters
+    begin the same each time."""
+
+    def pre_lora_load(self, cfg: Any, model: Any) -> None:
+        torch.manual_seed(11)
+
+    def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
+        from axolotl.monkeypatch.trainer import utils
+        from trl.trainer import grpo_trainer
+
+        own: Any = grpo_trainer
+        own.selective_log_softmax = utils.selective_log_softmax_original
+        own.entropy_from_logits = _entropies
+
+
+def _entropies(logits: torch.Tensor, **_: Any) -> torch.Tensor:
+    logps = torch.log_softmax(logits, dim=-1)
+    return -(logps.exp() * logps).sum(-1)
+
+
 class NoRoomPlugin(BasePlugin):
     """More than `MOST` rows find no memory once some tokens are drawn."""
 

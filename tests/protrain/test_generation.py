@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -88,6 +90,23 @@ def test_two_ranks(run: Run, base: dict[str, Any], mode: dict[str, Any]) -> None
     paged = run(both.paged)
     assert_equal(paged, run(both.plain))
     assert paged.report["plan"]["mode"] == ("C" if mode else "B")
+
+
+def test_nothing_of_trl_is_imported_before_axolotl_has_changed_it() -> None:
+    """Only this sees scores by TRL's operators where the plain run has Axolotl's kernels:
+    the module of the trainer keeps what it finds when it is imported."""
+    program = """
+import sys
+from axolotl.integrations.protrain import ProTrainPlugin
+from axolotl.integrations.protrain import generation, objective, trainer, waves
+from axolotl.utils.dict import DictDefault
+ProTrainPlugin().register(DictDefault())
+print("trl.trainer.grpo_trainer" in sys.modules)
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert ended.stdout.split()[-1] == "False"
 
 
 SIZES = [(8, 64, 64), (32, 16, 64), (4, 256, 16)]

@@ -50,8 +50,8 @@ def addresses(session: Session) -> list[int]:
 def test_forwards_and_steps_are_those_without(
     inner: Sequence[int], n_buffer: int, frozen: bool, chosen: int, amid: bool
 ) -> None:
-    """Only this sees a chunk that a ring of other sizes cannot take, or a step that reads
-    what was bound for the forwards."""
+    """Only this sees a chunk that a ring of other sizes cannot take, a step that reads what
+    was bound for the forwards, or memory of a chunk that somebody keeps."""
     model = stack(num_layers=len(inner), inner=list(inner))
     if frozen:
         freeze(model, ("norm", "extra"))
@@ -69,9 +69,12 @@ def test_forwards_and_steps_are_those_without(
             for model_ in (model, plain):
                 model_.train()
                 model_(each[0]).backward()
+        looked_at(model)
+        used = session.device.used_bytes()
         with session.holding(held), session.watch():
             assert looked_at(model) == looked_at(plain)
         assert addresses(session) == before
+        assert session.device.used_bytes() == used
         rest = each[1:] if amid else each
         assert train(model, optimizer, [rest], session, clip=0.5) == train(
             plain, other, [rest], clip=0.5

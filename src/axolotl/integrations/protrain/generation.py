@@ -55,7 +55,19 @@ def longest_prompt(trainer: Any, dataset: Iterable[Mapping[str, Any]]) -> int:
         dataset = dataset.select_columns("prompt")
     prompts = [row["prompt"] for row in dataset]
     prompts.sort(key=lambda prompt: len(str(prompt)), reverse=True)
-    ids = trainer._tokenize_prompts(prompts[:_TOKENISED])[0]
+    prompts, processing = prompts[:_TOKENISED], trainer.processing_class
+    if isinstance(prompts[0], str):
+        ids = processing(text=prompts)["input_ids"]
+    else:
+        ids = processing.apply_chat_template(
+            conversation=prompts,
+            tools=getattr(trainer, "tools", None) or None,
+            chat_template=getattr(trainer, "chat_template", None),
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            **(getattr(trainer, "chat_template_kwargs", None) or {}),
+        )["input_ids"]
     return max(map(len, ids))
 
 

@@ -180,6 +180,12 @@ class Transport:
         if turn in self._unpacked:
             stream.wait(self._unpacked[turn])
 
+    def forget(self, buffer: Tensor) -> None:
+        """Let go of views of a buffer that is about to be freed."""
+        address = buffer.data_ptr()
+        for key in [key for key in self._views if key[0] == address]:
+            del self._views[key]
+
     def forget_buffers(self) -> None:
         """Let go of device buffers, and of views of others."""
         self._views.clear()
@@ -269,6 +275,7 @@ class Slot:
 
     def release(self) -> None:
         """Let go of the device memory; the slot cannot be used again."""
+        self._transport.forget(self.buffer)
         self._device.free(self.buffer)
         self.holds = None
         self.buffer = self.buffer.new_empty(0)
