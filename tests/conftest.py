@@ -36,7 +36,10 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR"):
         os.environ.pop(name, None)
 
-TRAININGS = ("test_parity.py", "test_prediction.py", "test_recovery.py")
+TRAININGS = (
+    *("test_parity.py", "test_prediction.py", "test_recovery.py"),
+    "test_generation.py",
+)
 """Files that share their trainings, which run in the background."""
 LONG = (
     *TRAININGS,

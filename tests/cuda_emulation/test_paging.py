@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -53,6 +54,8 @@ PLANS: dict[str, dict[str, Any]] = {
     "updates on the host": {"n_buffer": 2, "update": Update.HOST},
     "all resident": {"resident": ALL},
     "rows": {"n_buffer": 2, "rows": {"embed.weight": 24 * 64 * 4}},
+    "some held": {"n_buffer": 2, "held": (1, 2, 4)},
+    "all held": {"n_buffer": 2, "held": ALL},
 }
 PACKED: dict[str, dict[str, Any]] = {
     "packed, two slots": {"n_buffer": 2, "packed": True},
@@ -110,18 +113,21 @@ def scheduled(
     session: Session | None = None,
     clip: float = 0.0,
     between: Callable[[int], None] = lambda step: None,
+    held: Sequence[int] = (),
 ) -> list[float]:
-    """Losses and norms of four steps of two micro-batches, under a schedule, with an
-    evaluation in the middle."""
+    """Losses and norms of four steps of two micro-batches, under a schedule, with
+    evaluations after each, in which some chunks are held."""
     found = []
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     for step, micro_batches in enumerate(DATA):
         between(step)
         found += train(model, optimizer, [micro_batches], session, clip or None)
         schedule.step()
-        if step == 1:
-            with torch.inference_mode():
-                found.append(model(micro_batches[0]).item())
+        holding = session.holding(held) if session else nullcontext()
+        with torch.inference_mode(), holding:
+            # queued together: the last of them may still run when chunks are let go
+            losses = [model(tokens) for tokens in (*micro_batches, *micro_batches)]
+        found += [loss.item() for loss in losses]
     return found
 
 
@@ -155,9 +161,10 @@ def equals_plain(
     busy: bool = False,
 ) -> bool:
     """Whether losses, norms, weights and states are; `then` is the plan from the third
-    step on. A `busy` device is behind in every backward. Of a `packed` plan the frozen
+    step on; of a plan `held` chunks stay on the device while it is evaluated. A `busy` device is behind in every backward. Of a `packed` plan the frozen
     weights are packed, but not those of the plain model."""
     plan, adapters = {**plan}, ()
+    held = plan.pop("held", ())
     if plan.pop("packed", False):
         model, plain = packed_stack(), packed_stack(False).to(CUDA)
     else:
@@ -176,7 +183,7 @@ def equals_plain(
     theirs = scheduled(plain, reference, clip=clip)
     try:
         own = session.wrap_optimizer(OPTIMIZERS[optimizer](model))
-        ours = scheduled(model, own, session, clip, replan)
+        ours = scheduled(model, own, session, clip, replan, held)
         saved = {k: v.cpu().clone() for k, v in model.state_dict().items()}
         states = leaves(own.state_dict()["state"])
     finally:
@@ -317,6 +324,10 @@ WAITS: dict[str, tuple[type, str, str, str, str]] = {
     "backward reads them before they are back": (
         *(DEVICE, "wait_stalled", "arrive", "swap.py"),
         "swap inputs",
+    ),
+    "weights of held chunks are given up before they have left": (
+        *(DEVICE, "synchronize", "__call__", "holding.py"),
+        "all held",
     ),
     "codes are unpacked before they are here": (
         *(STREAM, "wait", "_unpack", "slots.py"),

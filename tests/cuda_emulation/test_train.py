@@ -96,3 +96,66 @@ def test_a_run_plans_with_the_peak_of_an_earlier_one(
     assert counted > (1 + WITHIN) * predicted
     predicted, counted = trained(keys, tmp_path, "two slots")
     assert counted == pytest.approx(predicted, rel=WITHIN)
+
+
+ROWS = [
+    {"prompt": prompt, "chosen": "", "rejected": "", "completion": "", "label": True}
+    for prompt in ("page slot", "host", "copy the chunk", "stream of events")
+]
+SAMPLING: dict[str, Any] = {
+    "rl": "grpo",
+    "datasets": [
+        {
+            "path": "rows.jsonl",
+            "ds_type": "json",
+            "split": "train",
+            "type": "answers.rows",
+        }
+    ],
+    "trl": {
+        "reward_funcs": ["answers.vowels"],
+        "num_generations": 4,
+        "max_completion_length": 24,
+        "beta": 0.1,
+    },
+    "remove_unused_columns": False,
+    "sample_packing": False,
+    "micro_batch_size": 2,
+    "gradient_accumulation_steps": 4,
+    "max_steps": 3,
+    "dataset_prepared_path": "prepared",
+}
+
+
+def test_answers_are_those_of_plain(demo: dict[str, Any], tmp_path: Path) -> None:
+    """Only this sees a token drawn from logits of a chunk that was let go too early."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    found = []
+    for name in ("paged", "plain"):
+        keys = {k: v for k, v in demo.items() if k != "test_datasets"} | SAMPLING | LORA
+        keys |= {"output_dir": name, "val_set_size": 0}
+        keys["plugins"] = [*keys["plugins"], "sampling_plugin.TorchScores"]
+        keys |= {k: str(ROOT / v) for k, v in keys.items() if "demo/" in str(v)}
+        if name == "plain":
+            keys["protrain_auto_memory"] = False
+        else:
+            keys |= {"protrain_n_persist_override": 0, "protrain_n_buffer_override": 2}
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(keys), "utf-8")
+        axolotl = [str(Path(sys.executable).parent / "axolotl"), "train", str(path)]
+        modules = os.pathsep.join([str(ROOT / "tests/protrain"), *sys.path])
+        subprocess.run(
+            [sys.executable, *axolotl, "--launcher=python"],
+            env={**ENV, "CUDA_VISIBLE_DEVICES": "0", "PYTHONPATH": modules},
+            cwd=tmp_path,
+            check=True,
+        )
+        states = sorted((tmp_path / name).glob("checkpoint-*/trainer_state.json"))
+        history = json.loads(states[-1].read_text())["log_history"]
+        found.append(
+            [(e.get("loss"), e.get("reward"), e.get("grad_norm")) for e in history]
+        )
+    assert found[0] == found[1]
+    report = json.loads((tmp_path / "paged/protrain/report.json").read_text())
+    assert report["generated"]["phases"] == 3

@@ -156,15 +156,60 @@ OWN_LOSS: dict[str, Keys] = {
     },
 }
 """Trainers whose loss is more than the model's."""
-GENERATES: dict[str, Keys] = {
-    "grpo": {},
-    "gdpo": {},
-    "ebft": {"ebft": {"mode": "structured"}},
+SAMPLING: Keys = {
+    "rl": "grpo",
+    "datasets": [
+        {
+            "path": str(ANSWERS),
+            "ds_type": "json",
+            "split": "train",
+            "type": "answers.rows",
+        }
+    ],
+    "dataset_prepared_path": "prepared-sampled",
+    "remove_unused_columns": False,
+    "micro_batch_size": 4,
+    "trl": {
+        "reward_funcs": ["answers.vowels", "answers.short"],
+        "num_generations": 2,
+        "max_completion_length": 12,
+        "beta": 0.1,
+    },
 }
-GENERATING = (
-    "answers are generated between two passes, with caches of keys and values, or by a "
-    "vLLM server that is sent the weights: memory and reads that no plan counts. Not tried"
-)
+"""Four answers to two prompts for each micro-batch, judged by two rewards."""
+
+
+def _trl(**keys: Any) -> Keys:
+    return {"trl": SAMPLING["trl"] | keys}
+
+
+SAMPLED: dict[str, Keys] = {
+    "rl: grpo": SAMPLING,
+    "rl: gdpo": SAMPLING | {"rl": "gdpo"},
+    "rl: grpo, two iterations a batch, accumulated": SAMPLING
+    | _trl(num_iterations=2, beta=0.0)
+    | {"gradient_accumulation_steps": 3, "max_steps": 4},
+}
+"""Trainers that sample answers from the model that trains."""
+NOT_SAMPLED: dict[str, tuple[Keys, str, str]] = {
+    "rl: ebft": (
+        {"rl": "ebft", "ebft": {"mode": "structured"}},
+        "`rl: ebft` reads hidden states of the model and of a copy",
+        "a full fine-tune copies the model for its features, others read hidden states of "
+        "it between two passes: memory and reads that no plan counts. Not tried",
+    ),
+    "rl: gdpo": (
+        SAMPLING | {"rl": "gdpo"},
+        "You passed a `PeftModel` instance together with a `peft_config`",
+        "Axolotl gives TRL the adapter's configuration beside a model that has it, for gdpo "
+        "alone: the plain run ends so too",
+    ),
+    "`trl.use_vllm`": (
+        SAMPLING | _trl(use_vllm=True),
+        "`trl.use_vllm: true` merges adapters into weights that are paged out",
+        "the weights that the server is sent are merged where they lie. Not tried",
+    ),
+}
 COMPILED: Keys = {"plugins": [PROTRAIN, SEEDING, COMPILING]}
 COMPILE: Keys = {"torch_compile": True}
 ROUNDS = (
@@ -272,14 +317,25 @@ CELLS: tuple[Cell, ...] = (
     ),
     *(
         Cell(
-            "Trainers with a loss of their own",
-            f"rl: {objective}",
-            "LoRA",
-            refused=job("llama", LORA, PAGED, {"rl": objective}, keys),
-            reason=GENERATING,
-            message=f"`rl: {objective}` generates answers",
+            "Trainers that sample",
+            row,
+            base,
+            pair("llama", keys, more, plan=HALF),
         )
-        for objective, keys in GENERATES.items()
+        for row, more in SAMPLED.items()
+        for base, keys in (*BASES.items(), ("QLoRA", QLORA))
+        if base == "full" or more.get("rl") != "gdpo"
+    ),
+    *(
+        Cell(
+            "Trainers that sample",
+            row,
+            "LoRA",
+            refused=job("llama", LORA, PAGED, keys),
+            reason=reason,
+            message=message,
+        )
+        for row, (keys, message, reason) in NOT_SAMPLED.items()
     ),
     *(
         Cell(

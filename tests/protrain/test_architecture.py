@@ -53,7 +53,7 @@ MAY_IMPORT = {
     "planner": BASE | {"layout", "engine", "host"},
 }
 # Inside of the planner: what prices a plan, then what chooses one.
-PRICES = ["trained_bytes", "demand", "memory", "seconds", "plans", "search", "planner"]
+PRICES = "trained_bytes demand memory seconds generation plans search planner".split()
 
 
 class Import(NamedTuple):

@@ -360,7 +360,10 @@ REFUSED_IN_AXOLOTL = [
     ("unfrozen_parameters", {"unfrozen_parameters": ["model.embed_tokens[:100]"]}),
     ("unfrozen_parameters", {"unfrozen_parameters": ["lm_head", "^emb$[5:]"]}),
     ("unfrozen_parameters", {"unfrozen_parameters": ["embed_tokens.weight$[7]"]}),
-    ("rl: grpo", {"rl": "grpo"}),
+    *(
+        (f"trl.{key}: true", {"rl": "grpo", "trl": {key: True}})
+        for key in ("use_vllm", "sync_ref_model", "async_prefetch", "use_data_producer")
+    ),
     ("rl: ebft", {"rl": "ebft", "ebft": {"mode": "structured"}}),
     ("precompute_ref_log_probs", {"rl": "dpo", "precompute_ref_log_probs": True}),
     ("optimizer: lomo", {"optimizer": "lomo"}),

@@ -275,7 +275,7 @@ def test_a_command_runs(words: tuple[str, ...], folder: Path) -> None:
 @pytest.mark.parametrize(
     "path",
     # the loss of a preference is traced with its tokenizer
-    [p for p in EXAMPLES if "gb" in p.name and "dpo" not in p.name],
+    [p for p in EXAMPLES if "gb" in p.name and not re.search("dpo|grpo", p.name)],
     ids=lambda path: path.name,
 )
 def test_an_example_fits_what_its_name_says(path: Path, folder: Path) -> None:

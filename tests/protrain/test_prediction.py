@@ -14,7 +14,7 @@ import pytest
 from axolotl_jobs import BASE, LORA, PAGED as CHECKED, Job, Result, job, overrides
 from counted_steps import Peaks, Step, peaks
 from counting_plugin import COUNTED_FILE
-from matrix_composition import PREFERRED
+from matrix_composition import PREFERRED, SAMPLING
 from packaging.version import Version
 from tiny_models import NUM_BLOCKS
 
@@ -234,6 +234,7 @@ JOBS = {
     ),
     "orpo, full": job("qwen3", CHECKED, COUNTED, HALF, PREFERRED["rl: orpo"]),
     "kto": job("llama", CHECKED, COUNTED, LORA, RECOMPUTED, PREFERRED["rl: kto"]),
+    "grpo": job("llama", CHECKED, COUNTED, LORA, HALF, SAMPLING),
     "packed": job("llama", CHECKED, COUNTED, LORA, HALF, {"sample_packing": True}),
     "evaluated": job(
         "gemma3",

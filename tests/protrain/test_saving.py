@@ -18,6 +18,7 @@ import pytest
 import torch
 from axolotl_jobs import LORA, PROTRAIN, SEEDING, overrides, same_bits
 from checked_device import CHECKED
+from matrix_composition import SAMPLING
 from peft import PeftModel
 from saving_jobs import (
     FAMILY,
@@ -72,6 +73,7 @@ RESUMED: dict[str, tuple[dict[str, Any], str, str]] = {
 """Settings of a second half, the run whose first half it continues, and the run in one
 go that both must equal."""
 
+ANSWERS = {**SAMPLING, **LORA}
 STATELESS = {"protrain_save_optimizer_state": False}
 NUM_MOMENTS = 20
 MANY = {
@@ -145,6 +147,10 @@ def jobs(
     for name, (settings, first, _) in RESUMED.items():
         if name in names:
             jobs.train(name, settings, resume(first), after=[first])
+    # TRL's own resumed run is not the run in one go
+    jobs.train("answers", PAGED, ANSWERS)
+    for name, layers in (("answers_paged", PAGED), ("answers_plain", {})):
+        jobs.train(name, layers, ANSWERS, resume("answers"), after=["answers"])
     add_refusals(jobs)
     jobs.train("stateless", PAGED, STATELESS)
     first = resume("stateless")
@@ -234,6 +240,14 @@ def test_a_resumed_run_is_the_run_in_one_go(jobs: Jobs, name: str) -> None:
     assert ours.paged is settings.get("protrain_auto_memory", False)
     assert ours.history == expected.history
     assert same_checkpoint(ours.folder, expected.folder, step=4) is None
+    assert difference(weights(ours.folder), weights(expected.folder)) is None
+
+
+def test_answers_after_a_resume_are_those_of_the_plain_run(jobs: Jobs) -> None:
+    """Only this sees random numbers that a generation under paging draws beside those of
+    its tokens, after a checkpoint."""
+    ours, expected = jobs["answers_paged"].finished, jobs["answers_plain"].finished
+    assert ours.history == expected.history
     assert difference(weights(ours.folder), weights(expected.folder)) is None
 
 

@@ -93,7 +93,7 @@ def traced_job(
         shapes = (
             f"{name} {' x '.join(map(str, value.shape))}"
             for name, value in batch.items()
-            if name.endswith("input_ids")
+            if name.endswith("ids")
         )
         assumptions.append(f"the trainer's own loss, of {', '.join(shapes)} tokens")
     make_experts_traceable(model, assumptions)
@@ -129,6 +129,11 @@ def traced_job(
         )
     assumptions += used
     workload = _workload(cfg, args, optimizer, batch, world)
+    if objective is not None and objective.sampled is not None:
+        sampled = objective.sampled.traced(model, device_type, autocast_dtype(cfg))
+        # answers are scored before they are trained with, too
+        ratio = max(workload.eval_ratio, 1.0)
+        workload = replace(workload, generation=sampled, eval_ratio=ratio)
     if workload.host_can_update and device_type == "cpu" and not masters:
         workload = replace(workload, host_is_exact=True)
     own, said = None if objective else dict(batch), tuple(assumptions)
@@ -338,7 +343,8 @@ def _eval_ratio(cfg: Any) -> float:
 
 def batch_tokens(batch: Any) -> int:
     """Tokens of a micro-batch, padding included; 0 where it is none of tensors."""
-    ids = [t for key, t in getattr(batch, "items", dict)() if key.endswith("input_ids")]
+    ends = "input_ids", "prompt_ids", "completion_ids"
+    ids = [t for key, t in getattr(batch, "items", dict)() if key.endswith(ends)]
     return sum(t.numel() for t in ids if isinstance(t, Tensor))
 
 

@@ -25,6 +25,7 @@ from transformers import Trainer, TrainerState
 
 from .core.errors import FOREIGN_ERRORS
 from .core.planner.meta import meta_copy
+from .generation import Asked, asked_of, generates, sampled_batch
 
 Collate = Callable[[list[dict[str, Any]]], Any]
 _META = torch.device("meta")
@@ -40,11 +41,13 @@ class Objective:
         batch: The largest that its collator makes, on the host.
         others: Models that it holds beside the one that trains, by attribute, on the meta
             device.
+        sampled: Sequences that it generates before that; None for none.
     """
 
     batch: Mapping[str, Any]
     others: Mapping[str, nn.Module]
     _trainer: Trainer
+    sampled: Asked | None = None
 
     def loss(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         """Compute the loss of a batch, by a copy of the model on the meta device;
@@ -61,6 +64,9 @@ class Objective:
                 setattr(copied, name, _own(value, memo))
         # callbacks and the log see training alone
         copied.log = _nothing
+        # the training loop sets it
+        steps = self._trainer.args.gradient_accumulation_steps
+        copied.current_gradient_accumulation_steps = steps
         accelerator = copy.copy(self._trainer.accelerator)
         accelerator.__class__ = _Alone
         vars(copied).update(models, accelerator=accelerator)
@@ -87,24 +93,35 @@ def objective_of(
         trainer.args, "sample_packing", False
     ):
         return None
-    # it may count, or draw from a generator of its own
-    own_collate = _own(collate, {id(trainer): trainer})
-    batch = own_collate(_longest_rows(dataset, trainer.args.train_batch_size))
-    for name, value in batch.items():
+    sampled = None
+    if generates(trainer):
+        sampled = asked_of(trainer, dataset, length)
+        batch = sampled_batch(trainer, sampled)
+    else:
+        # it may count, or draw from a generator of its own
+        own_collate = _own(collate, {id(trainer): trainer})
+        batch = own_collate(_longest_rows(dataset, trainer.args.train_batch_size))
+    for name, value in () if sampled else batch.items():
         if length is not None and isinstance(value, Tensor) and value.ndim == 2:
             times = math.ceil(length / value.shape[1])
             batch[name] = value = value.repeat(1, times)[:, :length]
         if name.endswith("attention_mask"):
             # rows differ in length, for which models build a mask
             value[-1, -1] = 0
+    # those too that judge answers
+    judges = getattr(trainer, "reward_funcs", None) if sampled else None
+    held = {
+        **vars(trainer),
+        **{f"reward_funcs_{n}": j for n, j in enumerate(judges or ())},
+    }
     others = {
         name: meta_copy(value)
-        for name, value in vars(trainer).items()
+        for name, value in held.items()
         if hasattr(value, "config")
         and isinstance(value, nn.Module)
         and name not in ("model", "model_wrapped")
     }
-    return Objective(batch, others, trainer)
+    return Objective(batch, others, trainer, sampled)
 
 
 def _longest_rows(dataset: Any, num_rows: int) -> list[dict[str, Any]]:
@@ -181,15 +198,22 @@ def _nothing(*_args: Any, **_kwargs: Any) -> None:
 
 
 class _Alone(Accelerator):
-    """One rank: the others take no part in a trace."""
+    """One rank: the others take no part in a trace. What is only logged is zero: its value
+    would be worked out from drawn logits."""
 
     device = _META
 
     def gather(self, tensor: Any) -> Any:
-        return tensor
+        return _logged(tensor)
 
     def gather_for_metrics(self, input_data: Any, *_: Any, **__: Any) -> Any:
-        return input_data
+        return _logged(input_data)
 
     def reduce(self, tensor: Any, *_: Any, **__: Any) -> Any:
-        return tensor
+        return _logged(tensor)
+
+
+def _logged(value: Any) -> Any:
+    if isinstance(value, Tensor) and not value.requires_grad:
+        return torch.zeros(value.shape, dtype=value.dtype, device=value.device)
+    return value

@@ -59,9 +59,12 @@ class Prediction:
         planned = self._counted_bytes()
         lines = []
         learned = self.learn([peak], unplanned_bytes)
+        # answers may be shorter than the cache that is planned
+        short = forecast.generation is not None and peak < planned
         if (
             abs(peak - planned) > BYTES_APART * planned
             and UNCOUNTED not in report.notes
+            and not short
         ):
             advice = "Lower protrain_capacity_bytes by that much if a step runs out."
             if peak < planned:
@@ -111,8 +114,8 @@ class Prediction:
             apart = BYTES_APART * self._counted_bytes()
             traced = self._predicted_bytes() - forecast.hardware.unseen_bytes
             beyond = max(peaks) - traced
-            if self.evaluates and beyond <= apart:
-                # whose peak it is does not show
+            if (self.evaluates or forecast.generation) and beyond <= apart:
+                # whose peak it is does not show; answers may be short
                 return False
         folder = self._args.protrain_cache_dir
         seen = peak_seen(folder, device, forecast.layout, forecast.trace)

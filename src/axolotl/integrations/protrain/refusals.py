@@ -131,10 +131,10 @@ EXCLUDED = (
     Refusal("nf4_backend", _QUANTISED, when=_one_of("torchao")),
     Refusal(
         "rl",
-        "generates answers inside of steps, block by block and with caches of keys, "
-        "which no plan counts",
-        "Use dpo, ipo, orpo, kto or simpo",
-        _one_of("grpo", "gdpo", "ebft"),
+        "reads hidden states of the model and of a copy between two steps, which no plan "
+        "counts",
+        "Use grpo, gdpo, dpo, ipo, orpo, kto or simpo",
+        _one_of("ebft"),
     ),
     Refusal(
         "precompute_ref_log_probs",
@@ -216,7 +216,7 @@ def refusals(settings: Mapping[str, Any]) -> list[str]:
     """One line for every setting, ours or Axolotl's, that ProTrain cannot work with."""
     # of a YAML as it is spelt, too: pydantic takes "false" for false
     settings = {key: v for key, v in settings.items() if not _is_off(v)}
-    lines = []
+    lines = _of_sampling(settings.get("trl") or {})
     if _entry(settings.get("model_quantization_config_kwargs"), "dequantize"):
         # plain weights once they are loaded
         config = settings.get("model_quantization_config")
@@ -279,6 +279,34 @@ def refusals(settings: Mapping[str, Any]) -> list[str]:
             "in docs/compatibility.md, or train an adapter."
         )
     return lines
+
+
+_SAMPLING = (
+    Refusal(
+        "use_vllm",
+        "merges adapters into weights that are paged out, and sends them to a server",
+        "Remove it: the model that trains generates its answers",
+    ),
+    Refusal(
+        "sync_ref_model",
+        "mixes weights of a reference on the device with ones that are on the host",
+    ),
+    *_each(
+        "async_prefetch use_data_producer",
+        "generates on a thread of its own while the model trains",
+    ),
+)
+
+
+def _of_sampling(trl: Any) -> list[str]:
+    """A line for each key of `trl`, a mapping or validated, under which answers come in
+    another way."""
+    trl = trl if isinstance(trl, Mapping) else vars(trl)
+    return [
+        row._replace(key=f"trl.{row.key}").message(trl[row.key])
+        for row in _SAMPLING
+        if trl.get(row.key) and not _is_off(trl[row.key])
+    ]
 
 
 def quantised_by(settings: Mapping[str, Any]) -> str | None:

@@ -45,6 +45,7 @@ from .job import about, batch_tokens, compile_keys, disk_dir, plan_here
 from .prediction import CHECKED_STEP, UNCOUNTED, Prediction
 from .recovery import Recovery
 from .report.run import WATCHED_STEPS, RunReport
+from .waves import Waves
 
 if TYPE_CHECKING:
     from .loading import LoadShare
@@ -131,6 +132,8 @@ class TrainingRun:
         self.saves = BackgroundSave()
         self._notices = Notices(log)
         self._num_evaluated = 0
+        self._waves: Waves | None = None
+        self._started = 0.0
         self._watching = ExitStack()
         self._undo = ExitStack()
 
@@ -427,6 +430,20 @@ class TrainingRun:
     def say_saved(self, checkpoint: Path) -> None:
         """A checkpoint has its name: all of it is on disk."""
         self._notices.once(f"ProTrain: {checkpoint.name} is complete.")
+
+    @contextmanager
+    def sampling(self, model: nn.Module) -> Iterator[None]:
+        """Inside, a trainer may let the model generate; see `Waves`."""
+        if self.session is None or self.report is None:
+            yield
+            return
+        if self._waves is None:
+            self._waves = Waves(self.session, self.report, self.ranks, self.log)
+        started = time.perf_counter()
+        with self._waves.around(model):
+            yield
+        # no part of what a step is predicted to take
+        self._started += time.perf_counter() - started
 
     def clip_grad_norm(self, max_norm: float) -> Tensor | None:
         """See `Session.clip_grad_norm`; None outside a session."""

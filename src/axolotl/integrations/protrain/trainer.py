@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 import torch
 from accelerate.utils import DynamoBackend, send_to_device
+from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import Trainer, TrainerCallback, trainer_utils
 from transformers.trainer import TRAINER_STATE_NAME
@@ -39,6 +40,7 @@ from .core.checkpoint import (
 from .core.engine.data_parallel import reduced_by_ddp, without_ddp
 from .core.engine.ranks import Ranks
 from .core.errors import ConfigError
+from .generation import Sampled, generates
 from .objective import objective_of
 from .run import TrainingRun
 from .saving import later
@@ -137,6 +139,8 @@ class ProTrainTrainerMixin(_Mixed):
         return scheduler
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if generates(cast(Any, self)):
+            inputs = self._sampled(model, inputs)
         # when it is repeated the last one of its step may be under way
         synchronises, plain = self.accelerator.sync_gradients, super().training_step
 
@@ -146,8 +150,22 @@ class ProTrainTrainerMixin(_Mixed):
 
         return self.protrain.recovery.attempt(step, "forward")
 
+    def _sampled(self, model: nn.Module, inputs: Any) -> Sampled:
+        """Sample before the step begins, as `Trainer.training_step` would inside of it: a
+        step that is repeated has the same answers, and asks nobody for rewards again."""
+        model.train()
+        optimizer: Any = self.optimizer
+        if callable(getattr(optimizer, "train", None)):
+            optimizer.train()
+        return Sampled(self._prepare_inputs(inputs))
+
     def _prepare_inputs(self, inputs: Any) -> Any:
-        prepared, model = super()._prepare_inputs(inputs), cast(Any, self.model)
+        if isinstance(inputs, Sampled):
+            return inputs.batch
+        model = cast(Any, self.model)
+        sampling = self.protrain.sampling(model) if generates(cast(Any, self)) else None
+        with sampling or nullcontext():
+            prepared = super()._prepare_inputs(inputs)
         if self.protrain.session is None:
             # before and after training the model is on the host
             return send_to_device(prepared, model.device)

@@ -455,6 +455,32 @@ ALONE = World()
 
 
 @dataclass(frozen=True)
+class Generation:
+    """Sequences that a rank samples from the model between two steps, without gradients.
+
+    Attributes:
+        rows: How many, before each of them is trained with.
+        prompt_tokens: Of each, at most; so are `new_tokens`.
+        row_bytes: Of the device, for one of them: its cache and what a forward takes.
+        cache_bytes: Keys and values of one of them at its end.
+        prefill: Work of all prompts, for each block and last outside of them.
+        decode: The same of one more token of all of them, the last one.
+        amid_step: Whether gradients of a step that has begun may be there.
+        steps: Optimizer steps from one time to the next.
+    """
+
+    rows: int
+    prompt_tokens: int
+    new_tokens: int
+    row_bytes: int
+    cache_bytes: int
+    prefill: tuple[Work, ...]
+    decode: tuple[Work, ...]
+    amid_step: bool = False
+    steps: float = 1.0
+
+
+@dataclass(frozen=True)
 class Workload:
     """Settings of a step in the YAML, beside the model and its batch.
 
@@ -476,6 +502,7 @@ class Workload:
             independently of others.
         eval_ratio: Tokens of an evaluation batch over those of a micro-batch; 0 without
             evaluation.
+        generation: What the model samples between two steps; None for nothing.
         loader_bytes: Batches that the dataloader of each rank holds on the host.
         mapped_bytes: Weights that are pages of their files until they move.
         world: Who trains together; the rest is of one rank.
@@ -494,6 +521,7 @@ class Workload:
     host_is_exact: bool = False
     elementwise: bool = True
     eval_ratio: float = 0.0
+    generation: Generation | None = None
     loader_bytes: int = 0
     mapped_bytes: int = 0
     world: World = ALONE

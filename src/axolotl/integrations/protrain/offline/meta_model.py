@@ -359,7 +359,8 @@ def _preference_trainer(
     """Build the trainer as Axolotl does, for two made-up rows."""
     # imported here: what plugins add to arguments is merged when it is first imported
     from axolotl.core.builders import HFRLTrainerBuilder
-    from trl.trainer import dpo_trainer, kto_trainer
+    from axolotl.core.trainers.grpo import GRPOStrategy
+    from trl.trainer import dpo_trainer, grpo_trainer, kto_trainer
 
     if isinstance(tokenizer, _Vocabulary):
         raise ConfigError(
@@ -387,6 +388,9 @@ def _preference_trainer(
         # the reference of a full fine-tune
         patch.object(dpo_trainer, "create_model_from_path", reference),
         patch.object(kto_trainer, "create_model_from_path", reference),
+        patch.object(grpo_trainer, "create_model_from_path", reference),
+        # those of the YAML are somebody's code, which a plan need not run
+        patch.object(GRPOStrategy, "get_reward_func", lambda _name: _no_reward),
         _META,
     ):
         try:
@@ -395,6 +399,11 @@ def _preference_trainer(
             raise ConfigError(
                 f"rl: {cfg.rl.value}: its trainer cannot be built: {first_complaint(error)}"
             ) from error
+
+
+def _no_reward(prompts: list[Any], completions: list[Any], **_: Any) -> list[float]:
+    """Stands for the rewards of a YAML."""
+    return [0.0] * len(completions)
 
 
 def _tokenizer(cfg: DictDefault, assumptions: list[str]) -> Any:

@@ -104,6 +104,7 @@ def forecast_dict(forecast: Forecast) -> dict[str, Any]:
             "terms": host.terms,
             "phases": host.phases,
         },
+        "generation": generation_dict(forecast),
         "step_s": {
             "total": step.total_s,
             "lanes": dict(step.busy_s),
@@ -114,6 +115,47 @@ def forecast_dict(forecast: Forecast) -> dict[str, Any]:
             "measured_blocks": forecast.times.measured,
         },
     }
+
+
+def generation_dict(forecast: Forecast) -> dict[str, Any] | None:
+    """How answers are sampled between steps, and what that will cost; None without."""
+    plan, asked = forecast.generation, forecast.workload.generation
+    if plan is None or asked is None:
+        return None
+    return {
+        "sequences": asked.rows,
+        "prompt_tokens": asked.prompt_tokens,
+        "new_tokens": asked.new_tokens,
+        "every_steps": asked.steps,
+        "at_once": plan.rows,
+        "waves": plan.waves,
+        "held": [*plan.held],
+        "held_bytes": plan.held_bytes,
+        "cache_bytes": plan.cache_bytes,
+        "prefill_s": plan.prefill_s,
+        "token_s": plan.decode_s,
+        "total_s": plan.total_s,
+        "tokens_per_s": plan.tokens_per_s,
+    }
+
+
+def format_generation(answer: Mapping[str, Any]) -> str:
+    """Say how answers are sampled, of a report or an answer of `plan --json`."""
+    made, plan = answer["generation"], answer["plan"]
+    waves = "at once"
+    if made["waves"] > 1:
+        waves = f"in {made['waves']} waves of {made['at_once']}"
+    paged = sum(at == "paged" for at in plan["placements"])
+    held = f"{len(made['held'])} of {paged} paged chunks held on the device, "
+    every = made["every_steps"]
+    return (
+        f"Answers: {made['sequences']} sequences {waves}, {made['prompt_tokens']} + "
+        f"{made['new_tokens']} tokens each, {held * bool(paged)}cache "
+        f"{format_bytes(made['cache_bytes'])}; {format_seconds(made['total_s'])} every "
+        f"{'step' if every == 1 else f'{every:g} steps'}, "
+        f"{format_speed(made['tokens_per_s'])} ({format_seconds(made['prefill_s'])} for "
+        f"prompts, {format_seconds(made['token_s'])} a token of each sequence)"
+    )
 
 
 def knobs_dict(plan: Plan) -> dict[str, int]:

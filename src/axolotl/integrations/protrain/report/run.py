@@ -32,6 +32,24 @@ REPORT_KEYS = frozenset(
 
 
 @dataclass
+class Generated:
+    """What a run has sampled.
+
+    Attributes:
+        phases: Calls of `generate`, each in so many `waves`.
+        tokens: New ones, padding after the end of a sequence included.
+        device_bytes: Of the device, at most in the first of them.
+    """
+
+    phases: int = 0
+    waves: int = 0
+    sequences: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    device_bytes: int = 0
+
+
+@dataclass
 class RunReport:
     """Everything that report.json says, filled in as the run goes on.
 
@@ -50,6 +68,7 @@ class RunReport:
     notches: list[dict[str, Any]] = field(default_factory=list)
     ranks: list[dict[str, Any]] = field(default_factory=list)
     evaluation_bytes: int = 0
+    generated: Generated = field(default_factory=Generated)
 
     def table(self) -> str:
         """The plan and its prediction, as `plan` shows them."""
@@ -111,6 +130,7 @@ class RunReport:
             },
             "lanes": None,
             "ranks": self.ranks,
+            "generated": asdict(self.generated),
             "device": self.device,
             "notches": self.notches,
             "notes": self.notes,

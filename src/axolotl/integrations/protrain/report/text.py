@@ -28,6 +28,7 @@ from .forecast import (
     forecast_dict,
     format_about,
     format_avoidable,
+    format_generation,
     format_keys,
     format_limiter,
     format_losses,
@@ -195,6 +196,8 @@ def _plan(answer: Answer, head: str) -> Iterator[RenderableType]:
         + (f", adapters {adapters}" if (adapters := plan.get("adapters")) else "")
         + (", updates on the host" if plan["update"] == "host" else "")
     )
+    if answer.get("generation"):
+        yield format_generation(answer)
     on_device, on_host = answer["device_bytes"], answer["host_bytes"]
     # the host's terms are those of training; loading or saving may take more
     host_peak = f"peak ({highest_phase(on_host['phases'])})"

@@ -135,6 +135,18 @@ class ParamStore:
             self.remember(spec.name for spec in chunk.tensors)
             return_freed_memory()
 
+    def rebind(
+        self, chunks: Iterable[int], buffer_for: Callable[[Chunk], Tensor]
+    ) -> None:
+        """Bind chunks that pass through slots to others of them; no graph is alive."""
+        for index in chunks:
+            chunk = self.on_host[index]
+            buffer = buffer_for(chunk)
+            for spec in chunk.tensors:
+                self._places[spec.name] = _view(buffer, spec)
+                self._bindings[spec.name].bind(self._places[spec.name])
+            self.remember(spec.name for spec in chunk.tensors)
+
     def unload(self, chunks: Iterable[int]) -> None:
         """Bind chunks to their host tensors, so that their buffers may go."""
         for index in chunks:

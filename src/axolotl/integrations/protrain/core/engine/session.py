@@ -45,6 +45,7 @@ from .device import POISON_BYTE, Device
 from .embedding import HostEmbedding
 from .full_params import FullParams
 from .gradients import Gradients
+from .holding import Holding
 from .hooks import (
     AroundBlock,
     GradientHooks,
@@ -115,6 +116,9 @@ class Session:
         absent: Names of frozen parameters that this rank has in name only; another of
             the node has their bytes.
 
+    Attributes:
+        holding: Keeps chunks that page on the device for many forwards in a row.
+
     Raises:
         ValueError: The plan shards chunks over other ranks than a node has.
     """
@@ -162,6 +166,7 @@ class Session:
             self.counters,
         )
         self._full_params = self._step.full_params = FullParams(self._step)
+        self.holding = Holding(self._step, self._full_params)
         self._access = StateAccess(self._step, self._full_params)
         self._state_hooks: list[StateHooks] = []
         self._take_gradients()

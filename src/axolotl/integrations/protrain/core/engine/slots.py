@@ -34,7 +34,7 @@ state: it is applied on the way into `IN_USE`, or makes the chunk `UPDATING`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
@@ -180,6 +180,12 @@ class Transport:
         if turn in self._unpacked:
             stream.wait(self._unpacked[turn])
 
+    def forget(self, buffer: Tensor) -> None:
+        """Let go of views of a buffer that is about to be freed."""
+        address = buffer.data_ptr()
+        for key in [key for key in self._views if key[0] == address]:
+            del self._views[key]
+
     def forget_buffers(self) -> None:
         """Let go of device buffers, and of views of others."""
         self._views.clear()
@@ -269,9 +275,44 @@ class Slot:
 
     def release(self) -> None:
         """Let go of the device memory; the slot cannot be used again."""
+        self._transport.forget(self.buffer)
         self._device.free(self.buffer)
         self.holds = None
         self.buffer = self.buffer.new_empty(0)
+
+
+class Order:
+    """Chunks that come before and after each other through a ring of slots.
+
+    Args:
+        needed: Chunks of each block, those too that do not pass through the ring.
+        chunks: Those that do, in the order of use.
+        num_slots: Of the ring.
+
+    Attributes:
+        ahead: For each direction and block, chunks to fetch while the block computes.
+        soon: The same, of all that follow: see `Schedule.after`.
+    """
+
+    def __init__(
+        self, needed: Sequence[Sequence[int]], chunks: Sequence[int], num_slots: int
+    ) -> None:
+        numbers = {index: number for number, index in enumerate(chunks)}
+        schedule = Schedule(
+            [[numbers[c] for c in own if c in numbers] for own in needed], num_slots
+        )
+
+        def each(
+            of: Callable[[int, Direction], Iterable[int]],
+        ) -> dict[Direction, list[list[int]]]:
+            return {
+                way: [
+                    [chunks[n] for n in of(block, way)] for block in range(len(needed))
+                ]
+                for way in Direction
+            }
+
+        self.ahead, self.soon = each(schedule.ahead), each(schedule.after)
 
 
 class Slots:
@@ -307,7 +348,7 @@ class Slots:
         self._device, self._pool, self._counters = device, pool, counters
         self._transport = Transport(device, ranks if plan.shards > 1 else None)
         self._shards = plan.shards
-        numbers = {index: number for number, index in enumerate(self.chunks)}
+        paged = frozenset(self.chunks)
         self._sizes = slot_bytes(layout, plan.placements, plan.n_buffer, plan.shards)
         self._all: list[Slot] = []
         self._slots: dict[int, Slot] = {}
@@ -316,20 +357,8 @@ class Slots:
         self._sources: dict[int, tuple[Tensor | None, list[Move]]] = {}
         self.disk: Disk | None = None
         self._num_disk_buffers = plan.disk_buffers
-        schedule = Schedule(
-            [[numbers[c] for c in b.chunks if c in numbers] for b in layout.blocks],
-            plan.n_buffer,
-        )
-        blocks = range(schedule.num_blocks)
-        self._needed = [self._of(schedule.needed(block)) for block in blocks]
-        self._ahead = {
-            way: [self._of(schedule.ahead(block, way)) for block in blocks]
-            for way in Direction
-        }
-        self._soon = {
-            way: [self._of(schedule.after(block, way)) for block in blocks]
-            for way in Direction
-        }
+        self._needed = [[c for c in b.chunks if c in paged] for b in layout.blocks]
+        self._held: list[Slot] = []
 
     def allocate(self) -> None:
         """Take the device memory of all slots."""
@@ -337,8 +366,34 @@ class Slots:
         # before the slots, whose first fetch waits for what compute does to them
         transport.reserve([self._layout.chunks[index] for index in self.chunks])
         self._all = [Slot(device.allocate(n), device, transport) for n in self._sizes]
-        pairs = enumerate(self.chunks)
-        self._slots = {index: self._all[n % len(self._all)] for n, index in pairs}
+        self._line_up(self.chunks)
+
+    def _line_up(self, chunks: Sequence[int]) -> None:
+        """Let these chunks follow each other through the ring, which is empty then."""
+        self.end_use()
+        for slot in {id(slot): slot for slot in self._slots.values()}.values():
+            if slot.holds is not None:
+                self.forget(slot.holds)
+        self._order = Order(self._needed, chunks, len(self._all))
+        for number, index in enumerate(chunks):
+            self._slots[index] = self._all[number % len(self._all)]
+
+    def hold(self, held: Collection[int]) -> None:
+        """Give some chunks slots of their own, in which they stay until `let_go`; none is in
+        use. The others follow each other through the ring, which has room for them."""
+        self._line_up([index for index in self.chunks if index not in held])
+        for index in held:
+            nbytes = padded_bytes(self._layout.chunks[index], self._shards)
+            # no name of its own: the traceback of an error would keep the buffer
+            own = Slot(self._device.allocate(nbytes), self._device, self._transport)
+            self._held.append(own)
+            self._slots[index] = own
+
+    def let_go(self) -> None:
+        """Give up the slots of chunks that are held; nothing computes or is copied."""
+        self._line_up(self.chunks)
+        while self._held:
+            self._held.pop().release()
 
     def open_disk(self) -> None:
         """Read ahead from now on what the pool has in files."""
@@ -361,13 +416,10 @@ class Slots:
 
     def read_ahead(self, block: int, direction: Direction) -> None:
         """Read from the disk what blocks after this one will fetch."""
-        disk, soon = self.disk, self._soon[direction][block]
+        disk, soon = self.disk, self._order.soon[direction][block]
         if disk is not None:
             away = [c for c in soon if c in disk and self._slots[c].holds != c]
             disk.read_ahead(away)
-
-    def _of(self, numbers: Iterable[int]) -> list[int]:
-        return [self.chunks[number] for number in numbers]
 
     def state(self, chunk: int) -> ChunkState:
         """The state of a chunk that passes through a slot."""
@@ -395,7 +447,7 @@ class Slots:
 
     def ahead(self, block: int, direction: Direction) -> list[int]:
         """Chunks to prefetch while a block computes, the soonest needed first."""
-        wanted = self._ahead[direction][block]
+        wanted = self._order.ahead[direction][block]
         missing = [c for c in wanted if self._slots[c].holds != c]
         disk = self.disk
         if disk is None or self._shards > 1:
@@ -494,7 +546,7 @@ class Slots:
     def forget_all(self) -> None:
         """Forget the content of all slots: somebody wrote through the parameters."""
         self.end_use()
-        for slot in self._all:
+        for slot in (*self._all, *self._held):
             if slot.holds is not None:
                 self._becomes(slot.holds, ChunkState.ON_HOST)
             slot.overwritten()
@@ -511,7 +563,7 @@ class Slots:
         """Let go of the device memory of all slots."""
         if self.disk is not None:
             self.disk.close()
-        for slot in self._all:
+        for slot in (*self._all, *self._held):
             slot.release()
         self._transport.forget_buffers()
 

@@ -15,6 +15,7 @@ from .slots import (
     Direction,
     Schedule,
     check_slots,
+    ring_fits,
     slot_bytes,
     slot_floor,
     spread_order,

@@ -9,12 +9,12 @@ no clock. Everything that search and runtime both need to know about slots stand
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from enum import Enum
 from functools import lru_cache
 
 from ..errors import ConfigError
-from ..types import Chunk, Layout, Placement
+from ..types import Chunk, Layout, Placement, Plan
 from .shards import padded_bytes
 
 
@@ -34,6 +34,20 @@ def slot_bytes(
     padded to whole shards."""
     paged = [padded_bytes(chunk, shards) for chunk in _paged(layout, placements)]
     return tuple(max(paged[slot::n_buffer], default=0) for slot in range(n_buffer))
+
+
+def ring_fits(layout: Layout, plan: Plan, held: Collection[int]) -> bool:
+    """Tell whether a plan's slots have room for each of its paged chunks, in their order,
+    when those that are held have buffers of their own."""
+    sizes = slot_bytes(layout, plan.placements, plan.n_buffer, plan.shards)
+    rest = (
+        padded_bytes(layout.chunks[index], plan.shards)
+        for index in plan.paged
+        if index not in held
+    )
+    return all(
+        nbytes <= sizes[number % plan.n_buffer] for number, nbytes in enumerate(rest)
+    )
 
 
 def _paged(layout: Layout, placements: Sequence[Placement]) -> list[Chunk]:

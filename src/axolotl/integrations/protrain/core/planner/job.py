@@ -169,9 +169,10 @@ def trace_loss(
     loss_of: Callable[[], Tensor],
     autocast: torch.dtype | None,
     others: Iterable[nn.Module] = (),
+    skips: bool = True,
 ) -> TracedStep:
     """Trace a loss whose models run as accelerate prepares them: `model`, which trains,
-    and `others`, all on the meta device.
+    and `others`, all on the meta device; `skips` is as for `trace_step`.
 
     Raises:
         TraceError: It cannot be run without weights.
@@ -193,7 +194,7 @@ def trace_loss(
                 f"{type(error).__name__}: {textwrap.shorten(str(error), 200)}"
             ) from error
 
-    return trace_step(model, find_blocks(model), prepared)
+    return trace_step(model, find_blocks(model), prepared, skips)
 
 
 def adapter_names(model: nn.Module) -> frozenset[str]:

@@ -42,10 +42,13 @@ _KEEP, _SWAP, _SWAP_INPUT = Policy.KEEP, Policy.SWAP, Policy.SWAP_INPUT
 
 
 _OF_LOSS = " of the loss"
+GENERATION = "generation"
 
 
 def moment(label: str) -> str:
     """Say when a labelled point is, for people, whom the operator tells nothing."""
+    if label == GENERATION:
+        return "while answers are generated"
     where = label.partition(", ")[0]
     return "while computing the loss" if _OF_LOSS in label else f"at {where}"
 
@@ -360,12 +363,40 @@ class MemoryModel:
         highest = max(highest, *map(add, a.start, p.deferred))
         update = a.after + p.gradients + p.update
         inference = self._inference_bytes if self.workload.eval_ratio else 0
+        if (sampled := self.workload.generation) is not None:
+            # one sequence at least
+            there = sampled.amid_step * p.gradients
+            inference = max(inference, there + sampled.row_bytes)
         return p.base + max(highest, update, inference) + self.hardware.unseen_bytes
 
-    def device(self, plan: Plan) -> DeviceEstimate:
-        """The whole prediction for the device."""
-        states = self._states(plan)
+    def standing_bytes(self, plan: Plan) -> int:
+        """Device bytes between two steps, with the slots, before anything is sampled."""
+        states, sampled = self._states(plan), self.workload.generation
+        standing = states.weights + states.moments + states.operands
+        if sampled is not None and sampled.amid_step:
+            standing += states.gradients
+        return standing + self.hardware.unseen_bytes
+
+    def device(
+        self, plan: Plan, cache_bytes: int | None = None, working_bytes: int = 0
+    ) -> DeviceEstimate:
+        """The whole prediction for the device, with the cache of what is generated and
+        what else that takes; by default of one sequence."""
+        states, sampled = self._states(plan), self.workload.generation
         timeline = tuple(self._timeline(plan, states))
+        if sampled is not None:
+            if cache_bytes is None:
+                cache_bytes = sampled.cache_bytes
+                working_bytes = sampled.row_bytes - cache_bytes
+            point = replace(
+                timeline[-1],
+                label=GENERATION,
+                phase=GENERATION,
+                gradients=sampled.amid_step * states.gradients,
+                activations=cache_bytes,
+                working=working_bytes,
+            )
+            timeline = (*timeline[:-1], point, timeline[-1])
         unseen = self.hardware.unseen_bytes
         phases: dict[str, int] = {}
         for point in timeline:
@@ -513,19 +544,9 @@ class MemoryModel:
 
     @cached_property
     def _inference_bytes(self) -> int:
-        """Activations of an evaluation batch: nothing is saved; and what training alone
-        has shown not to need."""
-        change = [0] * (len(self.trace.segments) + 2)
-        for lifetime in self.trace.lifetimes:
-            change[lifetime.made + 1] += lifetime.nbytes
-            change[lifetime.forgotten + 1] -= lifetime.nbytes
-        live = highest = 0
-        for index, segment in enumerate(self.trace.segments):
-            if segment.backward:
-                break
-            live += change[index]
-            highest = max(highest, live + segment.dropped_peak_bytes)
-        activations = round(self.workload.eval_ratio * highest)
+        """Activations of an evaluation batch, and what training alone has shown not to
+        need."""
+        activations = round(self.workload.eval_ratio * inference_bytes(self.trace))
         return activations + self.hardware.unneeded_bytes
 
     def _timeline(self, plan: Plan, states: StateBytes) -> Iterator[Point]:
@@ -562,3 +583,18 @@ class MemoryModel:
         if self.workload.eval_ratio:
             yield point("evaluation", "evaluation", 0, 0, self._inference_bytes)
         yield point("save", "save", 0, 0, 0)
+
+
+def inference_bytes(trace: Trace) -> int:
+    """Activations of a forward that saves nothing, at its peak."""
+    change = [0] * (len(trace.segments) + 2)
+    for lifetime in trace.lifetimes:
+        change[lifetime.made + 1] += lifetime.nbytes
+        change[lifetime.forgotten + 1] -= lifetime.nbytes
+    live = highest = 0
+    for index, segment in enumerate(trace.segments):
+        if segment.backward:
+            break
+        live += change[index]
+        highest = max(highest, live + segment.dropped_peak_bytes)
+    return highest

@@ -22,6 +22,7 @@ from ..types import (
     Trace,
     Workload,
 )
+from .generation import GenerationPlan, plan_generation
 from .memory import DeviceEstimate, HostEstimate
 from .search import Search
 from .seconds import StepTime
@@ -42,6 +43,7 @@ class Forecast:
     host: HostEstimate
     step: StepTime
     moved: Moved
+    generation: GenerationPlan | None = None
 
     @property
     def tokens_per_s(self) -> float:
@@ -125,8 +127,12 @@ class Planner(Search):
 
     def forecast(self, plan: Plan) -> Forecast:
         """Predict what a plan will cost."""
-        memory = self.memory
-        moved, device = memory.activations(plan.policies).moved, memory.device(plan)
+        memory, generation = self.memory, self._generation(plan)
+        moved = memory.activations(plan.policies).moved
+        device = memory.device(plan)
+        if generation is not None:
+            taken = generation.cache_bytes, generation.taken_bytes
+            device = memory.device(plan, *taken)
         order = gradient_order(memory.layout, memory.trace)
         return Forecast(
             memory.layout,
@@ -146,7 +152,14 @@ class Planner(Search):
             memory.host(plan),
             self.simulate(plan),
             moved,
+            generation,
         )
+
+    def _generation(self, plan: Plan) -> GenerationPlan | None:
+        if self.memory.workload.generation is None:
+            return None
+        room = self.budget_for(plan).usable_bytes
+        return plan_generation(self.memory, plan, self._demand(plan), room)
 
 
 def gradient_order(layout: Layout, trace: Trace) -> tuple[int, ...]:

@@ -76,6 +76,7 @@ def trace_step(
     model: nn.Module,
     blocks: Sequence[tuple[str, nn.Module]],
     loss_of: Callable[[], Tensor],
+    skips: bool = True,
 ) -> TracedStep:
     """Run `loss_of` and its backward on a model without weights; draws no random number
     that training would have drawn.
@@ -84,11 +85,12 @@ def trace_step(
         model: On the meta device, `requires_grad` final, nothing recomputed.
         blocks: From `find_blocks(model)`.
         loss_of: Runs the forward and returns the loss.
+        skips: Blocks that are alike run once; not where each leaves something behind.
 
     Raises:
         TraceError: It does what the meta device cannot.
     """
-    recorder = _Recorder(model, blocks)
+    recorder = _Recorder(model, blocks, skips)
     try:
         with torch.random.fork_rng(devices=[]):
             recorder.record(loss_of)

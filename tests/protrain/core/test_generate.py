@@ -1,0 +1,74 @@
+"""`generate` of transformers under paging: the tokens of the plain model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from core_models import open_session
+from peft import LoraConfig, get_peft_model
+from tiny_models import FAMILIES, random_model
+
+from axolotl.integrations.protrain.core.layout import build_layout
+
+GENERATING = (
+    *FAMILIES,
+    *("deepseek_v3", "gpt_oss", "qwen3_next", "falcon_h1", "mamba2", "lfm2"),
+)
+HELD: dict[str, tuple[dict[str, Any], float]] = {
+    "resident": ({"resident": range(99)}, 0.0),
+    "paged": ({"n_buffer": 2}, 0.0),
+    "mixed": ({"resident": (1,), "n_buffer": 2}, 0.0),
+    "half held": ({"n_buffer": 2}, 0.5),
+    "all held": ({"n_buffer": 2}, 1.0),
+}
+"""Plans, and which part of what they page is held."""
+
+
+def made_by(model: Any) -> list[list[list[int]]]:
+    """Tokens of two prompts, one of them padded: greedy ones and sampled ones."""
+    ids = torch.tensor([[0, 0, 7, 9, 31], [5, 6, 7, 8, 9]])
+    found = []
+    for how in ({"do_sample": False}, {"do_sample": True, "top_k": 9}):
+        torch.manual_seed(3)
+        made = model.generate(
+            input_ids=ids,
+            attention_mask=(ids > 0).long(),
+            max_new_tokens=6,
+            pad_token_id=0,
+            disable_compile=True,
+            **how,
+        )
+        found.append(made.tolist())
+    return found
+
+
+@pytest.mark.parametrize(
+    "family, adapter",
+    [
+        pytest.param(family, adapter, id=f"{family}-{'LoRA' if adapter else 'full'}")
+        for family in GENERATING
+        for adapter in (False, True)
+        # PEFT refuses their projections
+        if not (adapter and family in ("falcon_h1", "mamba2"))
+    ],
+)
+@pytest.mark.sampled(12)
+def test_tokens_are_those_of_plain(family: str, adapter: bool) -> None:
+    """Only this sees a family whose cache or state is made by a block that is not there."""
+    model = random_model(family).eval()
+    if adapter:
+        torch.manual_seed(5)
+        layers = LoraConfig(target_modules="all-linear", init_lora_weights=False)
+        model = get_peft_model(model, layers).eval()
+    wanted = made_by(model)
+    keep = [name for name, _ in model.named_parameters() if "lora_" in name]
+    for name, (plan, share) in HELD.items():
+        most = len(build_layout(model, keep).pageable)
+        places = [n for n in plan.get("resident", ()) if n < most]
+        session = open_session(model, keep, **{**plan, "resident": places})
+        paged = session.plan.paged
+        with session.watch(), session.holding(paged[: round(share * len(paged))]):
+            assert made_by(model) == wanted, name
+        session.close()
