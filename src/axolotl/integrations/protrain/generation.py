@@ -25,12 +25,13 @@ if TYPE_CHECKING:
     from transformers import Trainer
 
 SAMPLED_BYTES = 40
-"""Of each entry of the vocabulary of a row while its token is drawn: logits and scores in
-fp32, both sorted with their places, and probabilities twice."""
+"""Bytes of each entry of the vocabulary of a row while its token is drawn: logits and scores
+in fp32, both sorted with their places, and probabilities twice."""
 TOKEN_BYTES = 64
-"""Of each token of a row: its number, mask and position as int64, which grow by copies."""
+"""Bytes of each token of a row: its number, mask and position as int64, which grow by
+copies."""
 _TOKENISED = 64
-"""Of the prompts of the data, the longest as text, of which one has the most tokens."""
+"""Number of prompts, the longest as text, of which one has the most tokens."""
 
 
 class Sampled(NamedTuple):

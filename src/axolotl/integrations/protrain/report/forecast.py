@@ -118,7 +118,7 @@ def forecast_dict(forecast: Forecast) -> dict[str, Any]:
 
 
 def generation_dict(forecast: Forecast) -> dict[str, Any] | None:
-    """How answers are sampled between steps, and what that will cost; None without."""
+    """Describe how answers are sampled between steps, and what that costs; None without."""
     plan, asked = forecast.generation, forecast.workload.generation
     if plan is None or asked is None:
         return None

@@ -33,7 +33,7 @@ REPORT_KEYS = frozenset(
 
 @dataclass
 class Generated:
-    """What a run has sampled.
+    """Answers that a run has sampled.
 
     Attributes:
         phases: Calls of `generate`, each in so many `waves`.

@@ -22,7 +22,7 @@ from .seconds import work_s
 
 @dataclass(frozen=True)
 class GenerationPlan:
-    """How sequences are sampled between two steps.
+    """Sampling of sequences between two steps.
 
     Attributes:
         rows: Sequences at once.
