@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 from axolotl.integrations.base import BasePlugin
 from torch.nn.functional import pad
+
+from axolotl.integrations.protrain.core.engine.device import CpuDevice
 
 MOST, AT = 2, 3
 """Rows for which there is room, and the forward in which that shows."""
@@ -70,6 +73,27 @@ class TorchScores(BasePlugin):
 def _entropies(logits: torch.Tensor, **_: Any) -> torch.Tensor:
     logps = torch.log_softmax(logits, dim=-1)
     return -(logps.exp() * logps).sum(-1)
+
+
+class NoRoomToHold(BasePlugin):
+    """A chunk that is to be held finds no memory."""
+
+    def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
+        real = CpuDevice.allocate
+
+        def allocate(device: CpuDevice, nbytes: int) -> torch.Tensor:
+            frame: Any = sys._getframe(1)
+            for _ in range(3):
+                if frame.f_code.co_name == "hold":
+                    raise torch.OutOfMemoryError(f"Tried to allocate {nbytes} bytes.")
+                frame = frame.f_back
+            return real(device, nbytes)
+
+        CpuDevice.allocate = allocate  # type: ignore[method-assign]
+        self._undo = lambda: setattr(CpuDevice, "allocate", real)
+
+    def post_train(self, cfg: Any, model: Any) -> None:
+        self._undo()
 
 
 class NoRoomPlugin(BasePlugin):

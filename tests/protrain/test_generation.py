@@ -71,6 +71,20 @@ def test_a_wave_without_room_is_sampled_in_halves(run: Run) -> None:
     assert any("No room for 4 sequences" in note for note in paged.report["notes"])
 
 
+def test_without_room_to_hold_nothing_is_held(run: Run) -> None:
+    """Only this sees a run that ends because its plan was too bold between two steps."""
+    both = pair(
+        "llama",
+        SAMPLING | LORA | EIGHT,
+        plan=overrides(0, 2, 4) | NARROW | listed("NoRoomToHold"),
+        plain=listed("InFours"),
+    )
+    paged = run(both.paged)
+    assert_equal(paged, run(both.plain))
+    notes = paged.report["notes"]
+    assert len([note for note in notes if "nothing is held any longer" in note]) == 1
+
+
 def test_what_is_evaluated_is_sampled_too(run: Run) -> None:
     keys = {"val_set_size": 0.2, "eval_steps": 1, "eval_batch_size": 4}
     both = pair("llama", SAMPLING | keys, plan=HALF)

@@ -5,8 +5,9 @@
 A wave is a call of the plain `generate` with a part of the rows, on the same model and with
 the random numbers that follow: its tokens are those of that call without paging. Chunks that
 a plan holds are held around all of them. A wave for which there is no room is sampled again
-in halves, from the random numbers it began with. Several ranks do not halve: each of them
-would have another number of waves.
+in halves, from the random numbers it began with; where there is none for one sequence, or for
+the chunks, nothing is held any longer. Several ranks do not halve: each of them would have
+another number of waves.
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ class Waves:
         if planned is None:
             yield
             return
-        self._held = planned.held
         if planned is not self._planned:
-            self._planned, self._rows = planned, planned.rows
+            # where the last one had no room, this one has not either
+            self._planned, self._rows, self._held = planned, planned.rows, planned.held
         with patch.object(model, "generate", partial(self._generate, model.generate)):
             yield
 
@@ -71,14 +72,28 @@ class Waves:
             if seen.phases < WATCHED_STEPS:
                 stack.enter_context(session.watch())
                 session.device.restart_peak()
-            stack.enter_context(session.holding(self._held))
-            output = self._in_waves(partial(plain, *args), given)
+            output = self._beside_held(partial(plain, *args), given)
             if seen.phases < WATCHED_STEPS:
                 peak = session.device.peak_since()
                 seen.device_bytes = max(seen.device_bytes, peak)
         seen.seconds += time.perf_counter() - started
         seen.phases += 1
         return output
+
+    def _beside_held(self, plain: Callable[..., Any], given: dict[str, Any]) -> Any:
+        rewind = self._rewinds()
+        try:
+            with self._session.holding(self._held):
+                return self._in_waves(plain, given)
+        except RuntimeError as error:
+            if not (self._held and self._may_repeat(error)):
+                raise
+            traceback.clear_frames(error.__traceback__)
+        self._held = ()
+        rewind(
+            "No room for the chunks that generation holds: nothing is held any longer."
+        )
+        return self._in_waves(plain, given)
 
     def _in_waves(self, plain: Callable[..., Any], given: dict[str, Any]) -> Any:
         total, seen = _rows_in(given), self._report.generated
@@ -109,30 +124,40 @@ class Waves:
 
     def _attempt(self, wave: Callable[[], Any], rows: int) -> Any:
         """Sample a wave; None where there is no room, and the next one is half of it."""
-        device = self._session.device.torch_device
-        states = [torch.get_rng_state()]
-        if device.type == "cuda":
-            states.append(torch.cuda.get_rng_state(device))
+        rewind = self._rewinds()
         try:
             return wave()
         except RuntimeError as error:
-            alone = self._ranks.world.size == 1
-            if not is_shortage(error) or rows == 1 or not alone:
+            if rows == 1 or not self._may_repeat(error):
                 raise
             traceback.clear_frames(error.__traceback__)
-        gc.collect()
-        torch.set_rng_state(states[0])
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.set_rng_state(states[1], device)
         self._rows = -(-rows // 2)
-        line = (
+        rewind(
             f"No room for {rows} sequences at once; from here on {self._rows} are "
             "generated together."
         )
-        self._report.notes.append(line)
-        self._log.warning(f"ProTrain: {line}")
         return None
+
+    def _may_repeat(self, error: RuntimeError) -> bool:
+        return is_shortage(error) and self._ranks.world.size == 1
+
+    def _rewinds(self) -> Callable[[str], None]:
+        """Return what puts random numbers back to what they are now, once an error is gone
+        with what its traceback held, and says why."""
+        device = self._session.device.torch_device
+        on_cuda, host = device.type == "cuda", torch.get_rng_state()
+        own = torch.cuda.get_rng_state(device) if on_cuda else None
+
+        def rewind(line: str) -> None:
+            gc.collect()
+            torch.set_rng_state(host)
+            if own is not None:
+                torch.cuda.empty_cache()
+                torch.cuda.set_rng_state(own, device)
+            self._report.notes.append(line)
+            self._log.warning(f"ProTrain: {line}")
+
+        return rewind
 
 
 def _rows_in(given: Mapping[str, Any]) -> int | None:
