@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
+from transformers.cache_utils import DynamicLayer
 
 from .core.planner.job import trace_loss
 from .core.planner.memory import inference_bytes
@@ -226,13 +227,22 @@ def trace_generation(
     prefill = fed(prompt_tokens, None)
     fed(prompt_tokens + new_tokens - 1, None)
     cache, logits = kept[-1]
+    layers = getattr(cache, "layers", ())
+    moves = bool(layers) and all(type(layer) is DynamicLayer for layer in layers)
     decode = fed(1, cache)
     sampled = SAMPLED_BYTES * rows * logits.shape[-1]
     sampled += TOKEN_BYTES * rows * (prompt_tokens + new_tokens)
     # what a block has is still there while it is copied to what is longer
-    grown = _kept_bytes(decode)
-    decoding = inference_bytes(decode) + grown // max(len(decode.blocks), 1)
-    highest = max(inference_bytes(prefill), decoding) + sampled
+    grown, prompts = _kept_bytes(decode), _kept_bytes(prefill)
+    num_blocks = max(len(decode.blocks), 1)
+    decoding = inference_bytes(decode) + grown // num_blocks
+    prefilling = inference_bytes(prefill)
+    highest = max(prefilling, decoding) + sampled
+    # of a cache on the host two layers are coming, one is joined, two are leaving
+    away = max(
+        there - of_all + 5 * of_all // num_blocks
+        for there, of_all in ((decoding, grown), (prefilling, prompts))
+    )
     return Generation(
         rows,
         prompt_tokens,
@@ -241,6 +251,7 @@ def trace_generation(
         cache_bytes=-(-grown // rows),
         prefill=_work(prefill),
         decode=_work(decode),
+        away_bytes=-(-(away + sampled) // rows) if moves else 0,
         amid_step=amid_step,
         steps=steps,
     )

@@ -29,6 +29,7 @@ from .core.engine.device import is_shortage
 from .core.engine.ranks import Ranks
 from .core.engine.session import Session
 from .core.planner.generation import GenerationPlan
+from .host_cache import HostCache
 from .report.run import WATCHED_STEPS, RunReport
 
 
@@ -59,6 +60,7 @@ class Waves:
         if planned is not self._planned:
             # where the last one had no room, this one has not either
             self._planned, self._rows, self._held = planned, planned.rows, planned.held
+            self._away = bool(planned.away_bytes)
         with patch.object(model, "generate", partial(self._generate, model.generate)):
             yield
 
@@ -108,7 +110,7 @@ class Waves:
             wave = {
                 name: _cut(value, total, first, last) for name, value in given.items()
             }
-            output = self._attempt(partial(plain, **wave), last - first)
+            output = self._attempt(partial(self._one_wave, plain, wave), last - first)
             if output is None:
                 continue
             made.append(output)
@@ -121,6 +123,21 @@ class Waves:
         return torch.cat(
             [pad(o, (0, longest - o.shape[1]), value=filler) for o in made]
         )
+
+    def _one_wave(self, plain: Callable[..., Any], wave: dict[str, Any]) -> Any:
+        """Sample a wave, its keys and values where the plan has them."""
+        model: Any = self._session.model
+        config: Any = wave.get("generation_config")
+        if not self._away or not _samples_plainly(wave, config):
+            return plain(**wave)
+        tokens = wave["input_ids"].shape[1] + config.max_new_tokens
+        layers = model.config.get_text_config(decoder=True).num_hidden_layers
+        session = self._session
+        cache = HostCache(layers, tokens, session.device, session.counters)
+        try:
+            return plain(**wave, past_key_values=cache)
+        finally:
+            cache.close()
 
     def _attempt(self, wave: Callable[[], Any], rows: int) -> Any:
         """Sample a wave; None where there is no room, and the next one is half of it."""
@@ -158,6 +175,19 @@ class Waves:
             self._log.warning(f"ProTrain: {line}")
 
         return rewind
+
+
+def _samples_plainly(given: Mapping[str, Any], config: Any) -> bool:
+    """Tell whether a sequence is a row from its first to its last token."""
+    return (
+        config is not None
+        and config.max_new_tokens is not None
+        and config.use_cache is not False
+        and config.cache_implementation in (None, "dynamic")
+        and (config.num_beams or 1) == 1
+        and (config.num_return_sequences or 1) == 1
+        and "past_key_values" not in given
+    )
 
 
 def _rows_in(given: Mapping[str, Any]) -> int | None:

@@ -463,6 +463,7 @@ class Generation:
         prompt_tokens: Of each, at most; so are `new_tokens`.
         row_bytes: Of the device, for one of them: its cache and what a forward takes.
         cache_bytes: Keys and values of one of them at its end.
+        away_bytes: As `row_bytes`, where they wait on the host; 0 where they cannot.
         prefill: Work of all prompts, for each block and last outside of them.
         decode: The same of one more token of all of them, the last one.
         amid_step: Whether gradients of a step that has begun may be there.
@@ -476,6 +477,7 @@ class Generation:
     cache_bytes: int
     prefill: tuple[Work, ...]
     decode: tuple[Work, ...]
+    away_bytes: int = 0
     amid_step: bool = False
     steps: float = 1.0
 

@@ -50,6 +50,7 @@ POLICIES = {
 HOST_PHASES = {
     "load": "while the model is loaded, when all of it is on the host",
     "train": "while it trains",
+    "generation": "while answers are generated",
     "save": "while a checkpoint is saved",
 }
 POINT_TERMS = {
@@ -132,6 +133,7 @@ def generation_dict(forecast: Forecast) -> dict[str, Any] | None:
         "held": [*plan.held],
         "held_bytes": plan.held_bytes,
         "cache_bytes": plan.cache_bytes,
+        "host_cache_bytes": plan.away_bytes,
         "prefill_s": plan.prefill_s,
         "token_s": plan.decode_s,
         "total_s": plan.total_s,
@@ -148,10 +150,13 @@ def format_generation(answer: Mapping[str, Any]) -> str:
     paged = sum(at == "paged" for at in plan["placements"])
     held = f"{len(made['held'])} of {paged} paged chunks held on the device, "
     every = made["every_steps"]
+    cache = f"cache {format_bytes(made['cache_bytes'])}"
+    if made["host_cache_bytes"]:
+        cache = f"cache {format_bytes(made['host_cache_bytes'])} on the host"
     return (
         f"Answers: {made['sequences']} sequences {waves}, {made['prompt_tokens']} + "
-        f"{made['new_tokens']} tokens each, {held * bool(paged)}cache "
-        f"{format_bytes(made['cache_bytes'])}; {format_seconds(made['total_s'])} every "
+        f"{made['new_tokens']} tokens each, {held * bool(paged)}"
+        f"{cache}; {format_seconds(made['total_s'])} every "
         f"{'step' if every == 1 else f'{every:g} steps'}, "
         f"{format_speed(made['tokens_per_s'])} ({format_seconds(made['prefill_s'])} for "
         f"prompts, {format_seconds(made['token_s'])} a token of each sequence)"

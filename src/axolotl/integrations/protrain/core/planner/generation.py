@@ -28,7 +28,8 @@ class GenerationPlan:
         rows: Sequences at once.
         waves: Of as many, one after the other.
         held: Paged chunks that stay on the device meanwhile.
-        cache_bytes: Keys and values of a wave at its end.
+        cache_bytes: Keys and values of a wave at its end, on the device.
+        away_bytes: The same on the host, 0 for none.
         working_bytes: What a forward takes on top of them.
         held_bytes: Device bytes of chunks that are held.
         prefill_s: Of the prompts of a wave.
@@ -46,6 +47,7 @@ class GenerationPlan:
     decode_s: float
     tokens: int
     total_s: float
+    away_bytes: int = 0
 
     @property
     def taken_bytes(self) -> int:
@@ -59,7 +61,7 @@ class GenerationPlan:
 
 
 def plan_generation(
-    memory: MemoryModel, plan: Plan, demand: Demand, room_bytes: int
+    memory: MemoryModel, plan: Plan, demand: Demand, room_bytes: int, host_bytes: int
 ) -> GenerationPlan:
     """Choose sequences at once and the chunks that are held, for the fewest seconds.
 
@@ -69,11 +71,16 @@ def plan_generation(
         demand: Its chunks and their copies.
         room_bytes: Of the device, for the peak; where not one sequence fits, it is planned
             all the same, alone and with nothing held.
+        host_bytes: Of the host, for keys and values.
     """
     generation, layout = memory.workload.generation, memory.layout
     assert generation is not None
     free = max(room_bytes - memory.standing_bytes(plan), generation.row_bytes)
-    each = (timed(held, free, memory, plan, demand) for held in _choices(layout, plan))
+    each = (
+        timed(held, free, memory, plan, demand, away)
+        for held in _choices(layout, plan)
+        for away in (None, host_bytes)
+    )
     return min(filter(None, each), key=lambda choice: choice.total_s)
 
 
@@ -97,13 +104,22 @@ def timed(
     memory: MemoryModel,
     plan: Plan,
     demand: Demand,
+    away: int | None = None,
 ) -> GenerationPlan | None:
     """Price some chunks that are held, beside as many sequences as `free` bytes of the
-    device have room for; None for not one."""
+    device have room for; None for not one. Keys and values are in so many bytes `away` on
+    the host, if that is given."""
     generation, layout = memory.workload.generation, memory.layout
     assert generation is not None
     held_bytes = sum(padded_bytes(layout.chunks[c], plan.shards) for c in held)
-    rows = min(generation.rows, (free - held_bytes) // generation.row_bytes)
+    row_bytes = generation.row_bytes
+    if away is not None:
+        row_bytes = generation.away_bytes
+        if not row_bytes or memory.hardware.one_memory:
+            return None
+    rows = min(generation.rows, (free - held_bytes) // row_bytes)
+    if away is not None:
+        rows = min(rows, away // generation.cache_bytes)
     if rows < 1:
         return None
     waves = -(-generation.rows // rows)
@@ -116,31 +132,41 @@ def timed(
     fetch_s = sum(each_s[n] for n in fetched) * (len(fetched) > plan.n_buffer)
     first_s = sum(each_s)
 
+    cache = rows * generation.cache_bytes
+    read_s = left_s = 0.0
+    if away is not None:
+        prompt = generation.prompt_tokens
+        tokens = prompt + generation.new_tokens
+        # what is there when half of the new tokens are
+        read_s = cache * (prompt + tokens) / (2 * tokens) / hardware.fetch_bytes_s
+        left_s = cache * prompt / tokens / hardware.offload_bytes_s
+
     def pass_s(works: Sequence[Work], copies_s: float) -> float:
         compute_s = sum(_compute_s(work, share, hardware) for work in works)
-        read_s = _weights(layout) / hardware.memory_bytes_s
+        weights_s = _weights(layout) / hardware.memory_bytes_s
         # a thread that queues as many kernels as in training is what few tokens wait for
-        compute_s = max(compute_s, read_s, sum(demand.queue_forward_s))
+        compute_s = max(compute_s, weights_s, sum(demand.queue_forward_s))
         if not hardware.overlaps:
             return compute_s + copies_s
         return max(compute_s, copies_s)
 
-    prefill_s = pass_s(generation.prefill, fetch_s)
-    decode_s = pass_s(generation.decode, fetch_s)
+    prefill_s = pass_s(generation.prefill, max(fetch_s, left_s))
+    decode_s = pass_s(generation.decode, fetch_s + read_s)
     # what is held comes once, with the first pass
     total_s = waves * (prefill_s + generation.new_tokens * decode_s) + first_s
-    cache = rows * generation.cache_bytes
+    on_device = cache if away is None else 0
     return GenerationPlan(
         rows,
         waves,
         held,
-        cache,
-        rows * generation.row_bytes - cache,
+        on_device,
+        rows * row_bytes - on_device,
         held_bytes,
         prefill_s,
         decode_s,
         generation.rows * generation.new_tokens,
         total_s,
+        cache - on_device,
     )
 
 

@@ -23,7 +23,7 @@ from ..types import (
     Workload,
 )
 from .generation import GenerationPlan, plan_generation
-from .memory import DeviceEstimate, HostEstimate
+from .memory import GENERATION, DeviceEstimate, HostEstimate
 from .search import Search
 from .seconds import StepTime
 
@@ -133,6 +133,10 @@ class Planner(Search):
         if generation is not None:
             taken = generation.cache_bytes, generation.taken_bytes
             device = memory.device(plan, *taken)
+        host = memory.host(plan)
+        if generation is not None and generation.away_bytes:
+            there = host.phases["train"] + generation.away_bytes
+            host = replace(host, phases={**host.phases, GENERATION: there})
         order = gradient_order(memory.layout, memory.trace)
         return Forecast(
             memory.layout,
@@ -149,7 +153,7 @@ class Planner(Search):
                 staging_bytes=device.states.operands,
             ),
             device,
-            memory.host(plan),
+            host,
             self.simulate(plan),
             moved,
             generation,
@@ -159,7 +163,9 @@ class Planner(Search):
         if self.memory.workload.generation is None:
             return None
         room = self.budget_for(plan).usable_bytes
-        return plan_generation(self.memory, plan, self._demand(plan), room)
+        host = self._budget.host_bytes - self.memory.host(plan).phases["train"]
+        demand = self._demand(plan)
+        return plan_generation(self.memory, plan, demand, room, max(host, 0))
 
 
 def gradient_order(layout: Layout, trace: Trace) -> tuple[int, ...]:
