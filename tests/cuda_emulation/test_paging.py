@@ -37,7 +37,8 @@ from axolotl.integrations.protrain.core.layout import (
     moves as moves_module,
 )
 from axolotl.integrations.protrain.core.layout.packed import why_no_kernels
-from axolotl.integrations.protrain.core.types import Update
+from axolotl.integrations.protrain.core.types import Counters, Update
+from axolotl.integrations.protrain.host_cache import HostCache
 
 CUDA = torch.device("cuda", 0)
 EMULATED = hasattr(torch.ops.fakecuda, "install")
@@ -362,3 +363,68 @@ def differs_from_plain(plan: dict[str, Any], busy: bool, frozen: bool = False) -
             torch.zeros(1, device=CUDA).item()
         except RuntimeError:
             pass
+
+
+def generated(cache: bool) -> list[list[int]]:
+    """Tokens of a small Llama on the device, its keys and values there or on the host."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        pad_token_id=0,
+        eos_token_id=2,
+    )
+    model = transformers.LlamaForCausalLM(config).eval().to(CUDA)
+    ids = torch.randint(3, 64, (3, 24), device=CUDA)
+    how = transformers.GenerationConfig(
+        max_new_tokens=12,
+        do_sample=True,
+        pad_token_id=0,
+        eos_token_id=2,
+        disable_compile=True,
+    )
+    host = HostCache(6, 36, devices.CudaDevice(0), Counters()) if cache else None
+    given = {"past_key_values": host} if host is not None else {}
+    torch.manual_seed(1)
+    try:
+        made = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            generation_config=how,
+            **given,
+        )
+        return made.tolist()
+    finally:
+        if host is not None:
+            host.close()
+
+
+def test_keys_and_values_on_the_host_give_the_tokens_of_those_on_the_device() -> None:
+    wanted = generated(False)
+    assert all(generated(True) == wanted for _ in range(3))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        (STREAM, "wait", "_send", "host_cache.py"),
+        (DEVICE, "wait_stalled", "take", "staging.py"),
+    ],
+    ids=["they leave before they are made", "they are read before they are back"],
+)
+def test_a_missing_wait_of_the_cache_is_noticed(call: Any) -> None:
+    wanted = generated(False)
+    with without(*call):
+        assert any(differs(wanted) for _ in range(5))
+
+
+def differs(wanted: list[list[int]]) -> bool:
+    try:
+        return generated(True) != wanted
+    except RuntimeError as error:
+        # probabilities that are no numbers, for example
+        return "probability" in str(error) or "failed on the stream" in str(error)

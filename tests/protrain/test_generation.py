@@ -61,6 +61,20 @@ def test_as_many_as_fit_are_sampled_at_once(run: Run) -> None:
     assert 0.9 < made["device_bytes"] / peak < 1.05
 
 
+def test_keys_and_values_wait_on_the_host(run: Run) -> None:
+    """Only this sees a plan whose cache is elsewhere than the plan has it."""
+    long = {"trl": SAMPLING["trl"] | {"max_completion_length": 48}}
+    one = {"micro_batch_size": 1, "gradient_accumulation_steps": 8, "max_steps": 2}
+    room = {"protrain_capacity_bytes": "500KiB"}
+    both = pair("llama", SAMPLING | LORA | long | one, plan=overrides(0, 2, 4) | room)
+    paged = run(both.paged)
+    assert_equal(paged, run(both.plain))
+    planned, made = paged.report["generation"], paged.report["generated"]
+    assert planned["host_cache_bytes"] and not planned["cache_bytes"]
+    assert (planned["at_once"], made["waves"]) == (8, 2)
+    assert made["device_bytes"] < paged.report["device_bytes"]["phases"]["generation"]
+
+
 def test_a_wave_without_room_is_sampled_in_halves(run: Run) -> None:
     """Only this sees tokens that were drawn before the memory ran out counted twice."""
     both = pair("llama", SAMPLING | LORA, plan=HALF, plain=listed("InTwos"))

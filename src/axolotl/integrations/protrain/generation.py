@@ -238,10 +238,10 @@ def trace_generation(
     decoding = inference_bytes(decode) + grown // num_blocks
     prefilling = inference_bytes(prefill)
     highest = max(prefilling, decoding) + sampled
-    # of a cache on the host two layers are coming, one is joined, two are leaving
+    # of a cache on the host: two layers come while one is joined, prompts of three leave
     away = max(
-        there - of_all + 5 * of_all // num_blocks
-        for there, of_all in ((decoding, grown), (prefilling, prompts))
+        decoding - grown + 2 * grown // num_blocks,
+        prefilling - prompts + 4 * prompts // num_blocks,
     )
     return Generation(
         rows,
