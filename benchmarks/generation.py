@@ -197,8 +197,11 @@ def _told(answer: Answer) -> str:
         return own["reason"]
     waves = f"{made['waves']} x {made['at_once']}"
     paged = sum(at == "paged" for at in own["plan"]["placements"])
+    cache = f"{made['cache_bytes'] / 2**30:.2f}"
+    if made["host_cache_bytes"]:
+        cache = f"{made['host_cache_bytes'] / 2**30:.2f} on the host"
     return (
-        f"{waves} | {len(made['held'])} of {paged} | {made['cache_bytes'] / 2**30:.2f} | "
+        f"{waves} | {len(made['held'])} of {paged} | {cache} | "
         f"{made['total_s']:.0f} | {made['tokens_per_s']:,.0f} | {step['total']:.0f} | "
         f"{step['tokens_per_s']:,.0f} | {device['peak'] / 2**30:.1f}"
     )

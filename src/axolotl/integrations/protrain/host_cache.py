@@ -110,7 +110,7 @@ class _HostLayer(DynamicLayer):
             self._cache.device.pin(self._host[-1])
 
     def _joined(self, new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """What was there, fetched, and what is new."""
+        """Join keys and values that were there, fetched, and new ones."""
         if not self._length:
             assert self.keys is not None and self.values is not None
             # as the plain layer joins its first ones
