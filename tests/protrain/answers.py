@@ -14,12 +14,21 @@ def rows(_cfg: Any, **_kwargs: Any) -> Any:
     return transform, {"remove_columns": ["chosen", "rejected", "completion", "label"]}
 
 
-def vowels(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+def turns(_cfg: Any, **_kwargs: Any) -> Any:
+    """Make a row of the file a conversation."""
+    transform, keys = rows(_cfg)
+
+    def asked(row: dict[str, Any], tokenizer: Any = None) -> dict[str, Any]:
+        row = transform(row)
+        return row | {"prompt": [{"role": "user", "content": row["prompt"]}]}
+
+    return asked, keys
+
+
+def vowels(prompts: list[Any], completions: list[Any], **_: Any) -> list[float]:
     """Reward printable letters, and a little less each later one."""
-    return [
-        sum(ord(c) % 7 / (1 + n) for n, c in enumerate(text)) / 10
-        for text in completions
-    ]
+    texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
+    return [sum(ord(c) % 7 / (1 + n) for n, c in enumerate(t)) / 10 for t in texts]
 
 
 def short(prompts: list[str], completions: list[str], **_: Any) -> list[float]:

@@ -99,6 +99,21 @@ def test_without_room_to_hold_nothing_is_held(run: Run) -> None:
     assert len([note for note in notes if "nothing is held any longer" in note]) == 1
 
 
+def test_conversations_are_as_long_as_their_template_makes_them(run: Run) -> None:
+    """Only this sees a plan of prompts without what the template puts around them."""
+    (data,) = SAMPLING["datasets"]
+    keys = {
+        "chat_template": "chatml",
+        "datasets": [data | {"type": "answers.turns"}],
+        "dataset_prepared_path": "prepared-turns",
+        "trl": SAMPLING["trl"] | {"reward_funcs": ["answers.vowels"]},
+    }
+    both = pair("llama", SAMPLING | LORA | keys, plan=HALF)
+    paged = run(both.paged)
+    assert_equal(paged, run(both.plain))
+    assert paged.report["generation"]["prompt_tokens"] > 9 + len("<|im_start|>")
+
+
 def test_what_is_evaluated_is_sampled_too(run: Run) -> None:
     keys = {"val_set_size": 0.2, "eval_steps": 1, "eval_batch_size": 4}
     both = pair("llama", SAMPLING | keys, plan=HALF)

@@ -286,6 +286,8 @@ SCHEMA: dict[Any, Any] = {
     },
     "device_bytes": MEMORY | {"peak_at": str},
     "host_bytes": {k: v for k, v in MEMORY.items() if k != "reserve"},
+    # of a trainer that samples, which test_generation.py looks at
+    "generation": type(None),
     "step_s": {
         "total": float,
         "lanes": {str: NUMBER},

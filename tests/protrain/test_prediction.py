@@ -259,6 +259,9 @@ def test_the_report_predicts_what_is_counted(
     seen[trained.name] = predicted / counted["step"] - 1
     # the gradient norm and the sum of losses are all that nobody predicts
     limit = OF_TRL if '"rl"' in trained.yaml else LIMIT / 30
+    if "grpo" in trained.yaml:
+        # the plan is of the longest prompt, which no step has had
+        limit = LIMIT
     assert abs(seen[trained.name]) <= limit
     # the runtime's own watch, which the report compares the prediction with
     measured = result.report["measured"]["device_peak_bytes"]
