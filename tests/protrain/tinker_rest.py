@@ -19,7 +19,8 @@ def command(*words: str) -> Any:
 
     ended = CliRunner().invoke(main_cli, ["--format", "json", *words])
     if ended.exit_code:
-        return f"{ended.exit_code}: {ended.output} {ended.exception}"
+        why = getattr(ended.exception, "details", None)
+        return f"{ended.exit_code}: {ended.output} {ended.exception} {why}"
     try:
         return json.loads(ended.stdout)
     except ValueError:
