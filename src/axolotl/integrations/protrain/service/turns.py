@@ -151,7 +151,7 @@ class Turns:
         """The time of the last request of a name; None where there is no such name."""
         with self._changed:
             line = self._lines.get(name)
-            return line and line.asked
+            return None if line is None else line.asked
 
     def unless_used(self, path: str, act: Callable[[], None]) -> None:
         """Act while no request that waits or runs needs a state, and none can come.
