@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import tarfile
 import time
@@ -20,6 +21,7 @@ from starlette.testclient import TestClient
 
 from axolotl.integrations.protrain.service import states
 from axolotl.integrations.protrain.service.adapters import WEIGHTS, folder_of
+from axolotl.integrations.protrain.service.downloads import ARCHIVE, sent
 from axolotl.integrations.protrain.service.http import app_of
 from axolotl.integrations.protrain.service.sampling import SamplingParams
 from axolotl.integrations.protrain.service.turns import Ticket
@@ -137,6 +139,10 @@ def abused(path: Path) -> dict[str, Any]:
     return found
 
 
+async def _all(answer: Any) -> int:
+    return sum([len(piece) async for piece in answer.body_iterator])
+
+
 def in_use(path: Path) -> dict[str, Any]:
     """Deletes while somebody needs what goes, and what they are answered."""
     told: dict[str, Any] = {}
@@ -168,7 +174,12 @@ def in_use(path: Path) -> dict[str, Any]:
         delete("waited for", "a", "weights/x")
         hold.set()
         told["loaded"] = waits.result()
+        fetched = sent(served.states.one(loaded), ARCHIVE)
         delete("free", "a", "weights/x")
+        told["fetched"] = (
+            int(fetched.headers["content-length"]),
+            asyncio.run(_all(fetched)),
+        )
         last = served.folder / "a/weights/_last"
         served.save("a", "y").result()
         shutil.copytree(last.with_name("y"), last)

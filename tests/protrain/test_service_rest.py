@@ -88,8 +88,8 @@ def test_no_name_leads_out_of_the_folder(tmp_path: Path) -> None:
 
 
 def test_what_is_used_is_not_deleted(tmp_path: Path) -> None:
-    """A load that waits would find nothing, a session sample with other weights or none,
-    and a model that goes on lose what was saved of it last."""
+    """A load that waits would find nothing, a session sample with other weights or none, a
+    download be cut short, and a model that goes on lose what was saved of it last."""
     path = call(service_jobs.config, tmp_path, at=tmp_path)
     told = call(service_rest_jobs.in_use, path, at=tmp_path)
     assert told["sampled"][0] == 204 and told["tokens"] > 0
@@ -97,7 +97,7 @@ def test_what_is_used_is_not_deleted(tmp_path: Path) -> None:
     status, words = told["waited for"]
     assert status == 409 and "a request of b waits to load or save" in words
     assert told["loaded"] == "tinker://a/weights/x"
-    assert told["free"][0] == 204
+    assert told["free"][0] == 204 and told["fetched"][0] == told["fetched"][1]
     assert told["last"][0] == 409 and "Unload it first" in told["last"][1]
     assert told["last of nobody"][0] == 204
     assert told["left"] == ["y"]
