@@ -153,7 +153,12 @@ def attacked(path: Path, count: int) -> dict[str, Any]:
             "forward": a_pass("a", 1),
             # the other one: what is valid may change it
             "optim_step": {"model_id": "b", "adam_params": adam, "seq_id": 4},
-            "save_weights": {"model_id": "a", "path": "x"},
+            "save_weights": {
+                "model_id": "a",
+                "path": "x",
+                "ttl_seconds": 3600,
+                "user_metadata": {"k": "v"},
+            },
             "load_weights": {
                 "model_id": "b",
                 "path": "tinker://a/weights/now",
@@ -250,7 +255,7 @@ def misused(path: Path) -> dict[str, Any]:
         post("kept", "retrieve_future", json={"request_id": "a:6"})
         post("replaces", "save_weights", json={**NAMED, "seq_id": 7, "overwrite": True})
         post("replaced", "retrieve_future", json={"request_id": "a:7"})
-        post("ttl", "save_weights", json={**NAMED, "ttl_seconds": 3600})
+        post("ttl", "save_weights", json={**NAMED, "ttl_seconds": 0})
         unnamed = {"model_id": "a", "sampling_session_seq_id": 0, "kind": "inflight"}
         post("unnamed", "save_weights_for_sampler", json=unnamed)
         for what, name in (("NUL", "a\0b"), ("up", "../x"), ("long", "n" * 4096)):

@@ -144,7 +144,7 @@ def test_misuse_of_the_protocol_is_answered(served: Path) -> None:
         "otherwise": (422, "another request of this number"),
         "kept": (200, "is there already"),
         "replaced": (200, "tinker://a/weights/x"),
-        "ttl": (422, "ttl_seconds has to be left out"),
+        "ttl": (422, "ttl_seconds: Input should be greater"),
         "unnamed": (422, "kind: Input should be 'snapshot'"),
         "NUL": (422, "cannot be a name"),
         "up": (422, "cannot be a name"),

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -38,12 +38,16 @@ KINDS = ("attn", "mlp", "unembed")
 """Groups of linear layers: of attention, all others of the blocks, the head."""
 SAMPLERS = "sampler_weights"
 """Folder of a model for weights that were saved to sample with."""
+EXTERNAL = "external_weights"
+"""And for those that were saved to be fetched."""
+TRAINING = "weights"
+"""And for states that training may go on from."""
 WEIGHTS = "adapter_model.safetensors"
 REST, ABOUT = "optimizer.safetensors", "state.json"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}"
 _MODEL = r"[A-Za-z0-9][A-Za-z0-9_:-]{0,99}"
-_PATH = re.compile(f"tinker://({_MODEL})/(weights|sampler_weights)/({_NAME})")
+_PATH = re.compile(f"tinker://({_MODEL})/({TRAINING}|{SAMPLERS}|{EXTERNAL})/({_NAME})")
 
 
 @dataclass(frozen=True)
@@ -289,7 +293,13 @@ class AdapterStore:
         for key in [*self._cached]:
             self.drop_sampler(key)
 
-    def write(self, folder: Path, state: AdapterState, whole: bool = True) -> None:
+    def write(
+        self,
+        folder: Path,
+        state: AdapterState,
+        whole: bool = True,
+        more: Mapping[str, Any] | None = None,
+    ) -> None:
         """Write an adapter; the folder is there when all of it is, and replaces an old one.
 
         Args:
@@ -297,6 +307,7 @@ class AdapterStore:
             state: What to write.
             whole: With optimizer state and gradients, so that training can go on from it
                 as if it had not ended.
+            more: To keep in `ABOUT`, as JSON.
 
         Raises:
             CheckpointError: A file could not be written.
@@ -310,7 +321,7 @@ class AdapterStore:
             if whole:
                 save_file(_rest(state), aside / REST)
             spec = asdict(state.layout.spec)
-            about = {"format": 2, "base": {**self._base}, "spec": spec}
+            about = {"format": 2, "base": {**self._base}, "spec": spec, **(more or {})}
             (aside / ABOUT).write_text(json.dumps(about))
             with self._renaming:
                 publish(folder)
@@ -323,10 +334,11 @@ class AdapterStore:
             CheckpointError: It is damaged.
         """
         layout = self.layout_at(folder)
-        if with_optimizer and folder.parent.name == SAMPLERS:
+        kind = folder.parent.name
+        if with_optimizer and kind in (SAMPLERS, EXTERNAL):
             raise RequestError(
-                f"path: {folder.parent.parent.name}/{SAMPLERS}/{folder.name} was saved to "
-                "sample with, without an optimizer. Load it without, or use save_weights."
+                f"path: {folder.parent.parent.name}/{kind}/{folder.name} was saved "
+                "without an optimizer. Load it without, or use save_weights."
             )
         state = self.new(layout)
         self._fill(folder, state, with_optimizer)

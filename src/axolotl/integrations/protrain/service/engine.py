@@ -25,6 +25,7 @@ from ..core.errors import (
     RequestError,
 )
 from .adapters import (
+    TRAINING,
     AdapterSpec,
     AdapterStore,
     claimed,
@@ -35,6 +36,7 @@ from .base import identity, opened, read
 from .live import AdamParams
 from .losses import Datum, checked_settings
 from .sampler import Sampler
+from .states import Kept
 from .steps import FAULTS, NOBODY, Steps
 from .text import Text
 from .turns import Ticket, Turns
@@ -64,6 +66,7 @@ class AdapterService:
         turns: The requests that wait, and the last answers.
         sampler: Samples from adapters that were saved, and from the base.
         sessions: Who samples with which of them.
+        states: What is saved.
 
     Raises:
         ProTrainError: The base cannot be loaded, no plan fits, or another server has the
@@ -105,7 +108,7 @@ class AdapterService:
         self._steps = steps = Steps(
             cfg, run, self.live, self.store, self.turns, self.folder, text.pad
         )
-        self.sessions = steps.sessions
+        self.sessions, self.states = steps.sessions, steps.states
         self.sampler = Sampler(
             self.sessions, steps.samples, steps.passes, self.turns, text
         )
@@ -153,7 +156,7 @@ class AdapterService:
         """
         folder_of(self.folder, path)
         act = partial(self._steps.load, model, path, with_optimizer)
-        return self._begin(model, (path, with_optimizer), act)
+        return self._begin(model, (path, with_optimizer), act, path)
 
     def forward_backward(
         self,
@@ -198,15 +201,18 @@ class AdapterService:
         number: int | None = None,
         whole: bool = True,
         overwrite: bool = True,
+        kept: Kept = Kept(),  # noqa: B008
     ) -> Ticket:
         """Save an adapter as PEFT does, if `whole` with its optimizer state; the path to
         load it by. Without `overwrite`, a name that is there is refused."""
+        kind = TRAINING if whole else kept.kind
 
         def check() -> Callable[[], Any]:
-            path = path_of(model, "weights" if whole else "sampler_weights", name)
-            return partial(self._steps.save, model, path, whole, overwrite)
+            path = path_of(model, kind, name)
+            return partial(self._steps.save, model, path, whole, overwrite, kept)
 
-        return self._ask(model, number, (name, whole, overwrite), check)
+        asks, path = (name, whole, overwrite, kept), f"tinker://{model}/{kind}/{name}"
+        return self._ask(model, number, asks, check, path=path)
 
     def save_session(
         self, model: str, session: str, number: int | None = None
@@ -225,7 +231,7 @@ class AdapterService:
             folder_of(self.folder, path)
             return partial(self._steps.load, model, path, with_optimizer)
 
-        return self._ask(model, number, (path, with_optimizer), check)
+        return self._ask(model, number, (path, with_optimizer), check, path=path)
 
     def refuse(
         self, model: str, number: int | None, error: RequestError, asks: Any = None
@@ -249,8 +255,17 @@ class AdapterService:
             RequestError: There is no such model.
         """
         self.turns.close(model)
+        self.states.forget(model)
         # its bytes are the other thread's to free
         self._steps.forget_later()
+
+    def finish(self, session: str) -> None:
+        """Unload the models of a client's session that has ended, but for those that have
+        learned something since their last save, which is not lost so."""
+        for model in [*self.store.layouts]:
+            ours = model.startswith(f"{session}:train:") and model in self.turns
+            if ours and not self.turns.waits(model) and not self._steps.changed(model):
+                self.unload(model)
 
     def spec(self, model: str) -> AdapterSpec:
         """Return what a model's adapter is.
@@ -304,12 +319,13 @@ class AdapterService:
                 f"what these have learned is lost: {'; '.join(lost)}."
             )
 
-    def _begin(self, model: str, asks: Any, act: Callable[[], Any]) -> Ticket:
+    def _begin(
+        self, model: str, asks: Any, act: Callable[[], Any], path: str | None = None
+    ) -> Ticket:
         # its first save would be refused
-        path_of(model, "weights", "first")
-        return self.turns.begin(
-            model, Ticket(partial(self._steps.begin, model, act), asks)
-        )
+        path_of(model, TRAINING, "first")
+        first = partial(self._steps.begin, model, act)
+        return self.turns.begin(model, Ticket(first, asks, path=path))
 
     def _ask(
         self,
@@ -318,12 +334,13 @@ class AdapterService:
         asks: Any,
         check: Callable[[], Callable[[], Any]],
         nbytes: int = 0,
+        path: str | None = None,
     ) -> Ticket:
         try:
             act = check()
         except FAULTS as error:
             self.refuse(model, number, as_refusal(error), asks)
-        return self.turns.add(model, number, Ticket(act, asks, nbytes))
+        return self.turns.add(model, number, Ticket(act, asks, nbytes, path))
 
     def _serve(self) -> None:
         try:
@@ -341,6 +358,8 @@ class AdapterService:
                     ticket.settle(result)
                 # nothing of a request is left while the next one is waited for
                 act = result = ticket = None
+                if self.states.due() and self.turns.peek() is None:
+                    self.states.expire()
         finally:
             self.turns.refuse_all()
             self._lost = self._steps.save_all()

@@ -30,6 +30,7 @@ from .completions import complete, model, models, wrong
 from .engine import AdapterService
 from .messages import output_bytes, sampled_bytes
 from .requests import ANSWERED, QUEUED, REFUSED, UNLOADED, answer, queue
+from .rest import ROUTES, SIGNED
 from .sample_requests import as_json, sampler_info
 from .sessions import SavedSession
 from .wire import worded
@@ -87,6 +88,10 @@ def app_of(
     add("POST", "/api/v1/retrieve_future", _retrieve)
     for name in (*ANSWERED, *QUEUED, *REFUSED):
         add("POST", f"/api/v1/{name}", partial(_post, name, parser))
+    for (method, path), act in ROUTES.items():
+        add(method, path, act)
+    for (method, path), act in SIGNED.items():
+        add(method, path, act, False)
     add("GET", "/v1/models", _models)
     add("GET", "/v1/models/{name:path}", _model)
     add("POST", "/v1/completions", partial(_complete, Completion, parser))

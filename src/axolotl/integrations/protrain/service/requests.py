@@ -5,21 +5,23 @@ JSON, but for passes, which newer clients send as protobuf (`messages`).
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from ..core.errors import RequestError
-from .adapters import KINDS, folder_of
+from .adapters import EXTERNAL, KINDS, SAMPLERS, folder_of
 from .engine import FAULTS, AdapterService, as_refusal
 from .live import AdamParams
 from .losses import Datum
 from .messages import MOST_ROWS, data_of, read_request, settings_of, shaped
 from .sample_requests import SAMPLING, session_name
+from .states import MOST_SECONDS, Kept
 from .turns import MOST_WAITING, Ticket
 from .wire import (
     ID,
@@ -37,11 +39,19 @@ UNLOADED = "unloaded"
 """In place of a number: an unload is done when it is answered."""
 REFUSED = {
     "create_custom_loss": "Custom losses run in the client (forward_backward_custom).",
-    "save_weights_external": "Use save_weights_for_sampler: it writes a PEFT folder.",
     "copy_weights": "Load a state by its path instead (load_weights).",
     "auth/token": "Keys are not exchanged here: send X-API-Key.",
 }
 """Requests that are not served, and what to use instead."""
+
+
+_MOST_WORDS = 16 << 10
+
+
+def _short(words: dict[str, Any]) -> dict[str, Any]:
+    if len(json.dumps(words)) > _MOST_WORDS:
+        raise ValueError(f"has more than {_MOST_WORDS:,} characters as JSON")
+    return words
 
 
 class _Lora(Strict):
@@ -56,7 +66,13 @@ class _Optimizer(Strict):
     type: Literal["adamw"] = "adamw"
 
 
+Words = Annotated[dict[str, Any], AfterValidator(_short)]
+"""A client's own words about something, as JSON."""
+_Seconds = Annotated[int, Field(ge=1, le=MOST_SECONDS)]
+
+
 class _New(SessionMessage):
+    user_metadata: Words | None = None
     model_seq_id: int = Field(ge=0, le=2**31)
     base_model: str | None = None
     optimizer_config: _Optimizer | None = None
@@ -91,12 +107,28 @@ class _Step(ModelMessage):
     adam_params: AdamParams
 
 
-class _Save(ModelMessage):
+class _Kept(ModelMessage):
+    """A message that makes a state."""
+
+    honoured = frozenset({"ttl_seconds"})
+    ttl_seconds: _Seconds | None = None
+    user_metadata: Annotated[dict[str, str], AfterValidator(_short)] | None = None
+
+    def kept(self, kind: str = SAMPLERS) -> Kept:
+        """Return how it is to be kept."""
+        return Kept(self.ttl_seconds, self.user_metadata, kind)
+
+
+class _Save(_Kept):
     path: str
     overwrite: bool = False
 
 
-class _SaveForSampler(ModelMessage):
+class _SaveExternal(_Kept):
+    path: str
+
+
+class _SaveForSampler(_Kept):
     path: str | None = None
     sampling_session_seq_id: int | None = Field(None, ge=0, le=2**31)
     kind: Literal["snapshot"] = "snapshot"
@@ -194,12 +226,17 @@ ANSWERED: dict[str, tuple[type[Message] | None, Callable[..., dict[str, Any]]]] 
 def _create(service: AdapterService, asked: _Create, _: int | None) -> Ticket:
     lora = asked.lora_config
     kinds = [kind for kind in KINDS if getattr(lora, f"train_{kind}")]
-    return service.create(asked.id_on(service.base_model), lora.rank, kinds, lora.seed)
+    model = asked.id_on(service.base_model)
+    ticket = service.create(model, lora.rank, kinds, lora.seed)
+    service.states.describe(model, asked.user_metadata)
+    return ticket
 
 
 def _create_from(service: AdapterService, asked: _CreateFrom, _: int | None) -> Ticket:
     model = asked.id_on(service.base_model)
-    return service.create_from(model, asked.path, asked.optimizer)
+    ticket = service.create_from(model, asked.path, asked.optimizer)
+    service.states.describe(model, asked.user_metadata)
+    return ticket
 
 
 def _pass(
@@ -224,9 +261,16 @@ def _save_for_sampler(
     service: AdapterService, asked: _SaveForSampler, number: int | None
 ) -> Ticket:
     if asked.path is not None:
-        return service.save(asked.model_id, asked.path, number, whole=False)
+        return service.save(
+            asked.model_id, asked.path, number, False, kept=asked.kept()
+        )
     if asked.sampling_session_seq_id is None:
         raise RequestError("path: give a name, or a sampling_session_seq_id.")
+    if asked.ttl_seconds is not None:
+        raise RequestError(
+            "ttl_seconds: weights without a name stay as long as their session. Leave it "
+            "out, or give a path."
+        )
     # a model's id begins with that of its client's session
     session, _, _ = asked.model_id.partition(":train:")
     name = session_name(session, asked.sampling_session_seq_id)
@@ -240,7 +284,11 @@ QUEUED: dict[str, tuple[type[Message], Callable[..., Ticket]]] = {
     "optim_step": (_Step, lambda s, a, n: s.optim_step(a.model_id, a.adam_params, n)),
     "save_weights": (
         _Save,
-        lambda s, a, n: s.save(a.model_id, a.path, n, overwrite=a.overwrite),
+        lambda s, a, n: s.save(a.model_id, a.path, n, True, a.overwrite, a.kept()),
+    ),
+    "save_weights_external": (
+        _SaveExternal,
+        lambda s, a, n: s.save(a.model_id, a.path, n, False, kept=a.kept(EXTERNAL)),
     ),
     "save_weights_for_sampler": (_SaveForSampler, _save_for_sampler),
     "load_weights": (

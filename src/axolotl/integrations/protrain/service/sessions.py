@@ -152,6 +152,11 @@ class Sessions:
             self._sessions.move_to_end(name)
             return self._sessions[name]
 
+    def begun_by(self, client: str) -> list[str]:
+        """List the sampling sessions of a client's session."""
+        with self._lock:
+            return [n for n in self._sessions if n.startswith(f"{client}:sample:")]
+
     def join(self, name: str) -> int:
         """Return a number for one more client of a session, whose first one has 0.
 

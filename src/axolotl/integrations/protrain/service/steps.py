@@ -26,14 +26,13 @@ from .live import AdamParams, LiveAdapter
 from .passes import Passes
 from .samples import Samples
 from .sessions import SavedSession, Sessions
+from .states import LAST, Kept, States
 from .turns import Ticket, Turns
 
 LOG = get_logger(__name__)
 
 NOBODY = ""
 """In place of a model: whose requests are the service's own."""
-LAST = "_last"
-"""Name under which `close` saves what has changed since its last save."""
 FAULTS = (ProTrainError, OSError, MemoryError, *FOREIGN_ERRORS)
 """Errors that end one request, and not the service."""
 
@@ -54,6 +53,7 @@ class Steps:
         passes: Forward and backward.
         samples: The rows that wait to be sampled.
         sessions: Who samples with which weights.
+        states: What is saved.
     """
 
     def __init__(
@@ -69,6 +69,7 @@ class Steps:
         assert run.session is not None
         self._run, self._session, self._live = run, run.session, live
         self._store, self._turns, self._folder = store, turns, folder
+        self.states = States(folder, turns)
         self.passes = Passes(cfg, run.session, self._prefetch)
         self.sessions = Sessions(store, folder, turns, self.forget_later)
         self.samples = Samples(
@@ -176,7 +177,18 @@ class Steps:
         self._unsaved.add(model)
         return norm
 
-    def save(self, model: str, path: str, whole: bool, overwrite: bool = True) -> str:
+    def changed(self, model: str) -> bool:
+        """Tell whether a model has learned anything since its last save."""
+        return model in self._unsaved
+
+    def save(
+        self,
+        model: str,
+        path: str,
+        whole: bool,
+        overwrite: bool = True,
+        kept: Kept = Kept(),  # noqa: B008
+    ) -> str:
         """Write an adapter to the disk."""
         state, folder = self._state(model), folder_of(self._folder, path)
         if not overwrite and folder.exists():
@@ -184,7 +196,8 @@ class Steps:
                 f"path: {path} is there already. Choose another name, or set overwrite."
             )
         self._live.put_back()
-        self._store.write(folder, state, whole)
+        self._store.write(folder, state, whole, self.states.about(model, kept))
+        self.states.keep(path, kept.seconds)
         if whole:
             self._unsaved.discard(model)
         return path

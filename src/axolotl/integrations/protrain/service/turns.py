@@ -9,6 +9,7 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import Condition
+from time import time
 from typing import Any
 
 from ..core.errors import RequestError
@@ -29,12 +30,18 @@ class Ticket(Future[Any]):
         asks: What tells it from others of its number; None where it could not be read.
         model, number: Whose it is; numbers are from 0.
         nbytes: Of the host, for what `act` reads, or for the result.
+        path: Of a state that `act` reads or writes.
     """
 
     def __init__(
-        self, act: Callable[[], Any] | None, asks: Any, nbytes: int = 0
+        self,
+        act: Callable[[], Any] | None,
+        asks: Any,
+        nbytes: int = 0,
+        path: str | None = None,
     ) -> None:
         super().__init__()
+        self.path = path
         self.act, self.asks, self.nbytes = act, asks, nbytes
         self.model, self.number = "", 0
         # nobody can cancel it
@@ -54,6 +61,7 @@ class _Line:
     next: int = 0
     last: int = -1
     apart: bool = False
+    asked: float = 0.0
     tickets: dict[int, Ticket] = field(default_factory=dict)
 
     def known(self, model: str, number: int, asks: Any) -> Ticket:
@@ -139,6 +147,30 @@ class Turns:
             line = self._lines.get(name, _Line())
             return any(not ticket.done() for ticket in line.tickets.values())
 
+    def asked(self, name: str) -> float | None:
+        """The time of the last request of a name; None where there is no such name."""
+        with self._changed:
+            line = self._lines.get(name)
+            return None if line is None else line.asked
+
+    def unless_used(self, path: str, act: Callable[[], None]) -> None:
+        """Act while no request that waits or runs needs a state, and none can come.
+
+        Raises:
+            RequestError: One does.
+        """
+        with self._changed:
+            if self.stopped:
+                raise RequestError("the server is stopping.", 409)
+            for name, line in self._lines.items():
+                if any(t.path == path and not t.done() for t in line.tickets.values()):
+                    raise RequestError(
+                        f"path: a request of {name} waits to load or save {path}. "
+                        "Ask again when that is answered.",
+                        409,
+                    )
+            act()
+
     def add(self, model: str, number: int | None, ticket: Ticket) -> Ticket:
         """Queue a request, by default after the last one; one that is done uses its number
         up. The ticket of an equal one that was there before, if any.
@@ -166,6 +198,7 @@ class Turns:
     def _put(self, line: _Line, name: str, number: int, ticket: Ticket) -> None:
         self.reserve(ticket.nbytes)
         line.tickets[number] = ticket
+        line.asked = time()
         ticket.model, ticket.number = name, number
         line.last = max(line.last, number)
         if not line.apart:

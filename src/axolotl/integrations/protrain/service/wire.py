@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 ID = r"^[A-Za-z0-9][A-Za-z0-9_:-]{0,79}$"
 NOT_HONOURED = {
-    "ttl_seconds": "a state stays until its folder is deleted",
+    "ttl_seconds": "this makes nothing that could expire",
+    "age_encryption_recipients": "nothing is encrypted here",
     "weights_access_token": (  # nosec B105 - no password
         "there are no accounts; every state may be loaded"
     ),
 }
-"""Fields of clients that may only be unset. `user_metadata` is not kept."""
+"""Fields of clients that may only be unset."""
 
 
 def worded(error: ValidationError) -> str:
@@ -23,13 +24,20 @@ def worded(error: ValidationError) -> str:
 
 
 class Message(BaseModel):
-    """A message, of which unknown fields are left aside."""
+    """A message, of which unknown fields are left aside.
+
+    Attributes:
+        honoured: Names of `NOT_HONOURED` that it may have all the same.
+    """
+
+    honoured: ClassVar[frozenset[str]] = frozenset()
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_what_is_not_honoured(cls, given: Any) -> Any:
         for name, why in NOT_HONOURED.items():
-            if isinstance(given, dict) and given.get(name) is not None:
+            unknown = name not in cls.honoured and isinstance(given, dict)
+            if unknown and given.get(name) is not None:
                 raise ValueError(f"{name} has to be left out: {why}")
         return given
 
