@@ -50,9 +50,9 @@ ELSEWHERE = {
     "_last_lr",
     "_name_or_path",
 }
-OURS = {
-    *("_evicted", "_incomplete", "_last", "_lock", "_replaced", "_samplers", "_value")
-}
+OURS = set(
+    "_deleted _evicted _expires _incomplete _last _lock _replaced _samplers _value".split()
+)
 """Strings that name files and attributes of this package."""
 PARTS = set(
     "_bytes _file _gib _global _global_ _hooks _kernel _optimizer_ _override _sq".split()
