@@ -27,6 +27,7 @@ from transformers import GenerationConfig
 from axolotl.integrations.protrain.core.engine.device import CpuDevice
 from axolotl.integrations.protrain.core.planner.meta import meta_copy
 from axolotl.integrations.protrain.generation import Asked
+from axolotl.integrations.protrain.report.text import report_text
 
 Run = Callable[[Job], Result]
 
@@ -57,6 +58,8 @@ def test_as_many_as_fit_are_sampled_at_once(run: Run) -> None:
     assert (planned["at_once"], planned["waves"], planned["sequences"]) == (4, 2, 8)
     assert planned["held"]
     assert (made["phases"], made["waves"], made["sequences"]) == (2, 4, 16)
+    shown = report_text({"run": paged.report})
+    assert "answers, tokens/s" in shown
     peak = paged.report["device_bytes"]["phases"]["generation"]
     assert 0.9 < made["device_bytes"] / peak < 1.05
 

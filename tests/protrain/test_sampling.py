@@ -99,7 +99,7 @@ def test_a_session_keeps_the_weights_it_was_made_with(served: Path) -> None:
     for when in ("trained", "replaced", "newer", "unloaded"):
         assert found[when], when
     assert found["on the disk"] > 0
-    assert "was saved to sample with, without an optimizer" in found["trains"]
+    assert "was saved without an optimizer" in found["trains"]
     assert not found["without"]
 
 

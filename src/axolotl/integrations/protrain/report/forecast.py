@@ -307,6 +307,12 @@ def compared_rows(report: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
         predicted = report["step_s"]["tokens_per_s"]
         off = f"{rate / predicted - 1:+.1%}"
         rows.append(("tokens/s", format_rate(predicted), format_rate(rate), off))
+    planned, made = report.get("generation"), report.get("generated")
+    if planned and made and made["seconds"]:
+        predicted, rate = planned["tokens_per_s"], made["tokens"] / made["seconds"]
+        off = f"{rate / predicted - 1:+.1%}"
+        named = "answers, tokens/s"
+        rows.append((named, format_rate(predicted), format_rate(rate), off))
     return rows
 
 
