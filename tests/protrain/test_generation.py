@@ -11,12 +11,14 @@ import pytest
 import torch
 from axolotl_jobs import (
     LORA,
+    PAGED,
     PROTRAIN,
     SEEDING,
     SHARDED,
     Job,
     Result,
     assert_equal,
+    job,
     overrides,
     pair,
 )
@@ -57,6 +59,7 @@ def test_as_many_as_fit_are_sampled_at_once(run: Run) -> None:
     planned, made = paged.report["generation"], paged.report["generated"]
     assert (planned["at_once"], planned["waves"], planned["sequences"]) == (4, 2, 8)
     assert planned["held"]
+    assert any("in 2 waves" in note for note in paged.report["notes"])
     assert (made["phases"], made["waves"], made["sequences"]) == (2, 4, 16)
     shown = report_text({"run": paged.report})
     assert "answers, tokens/s" in shown
@@ -76,6 +79,13 @@ def test_keys_and_values_wait_on_the_host(run: Run) -> None:
     assert planned["host_cache_bytes"] and not planned["cache_bytes"]
     assert (planned["at_once"], made["waves"]) == (8, 2)
     assert made["device_bytes"] < paged.report["device_bytes"]["phases"]["generation"]
+
+
+def test_answers_without_a_longest_length_are_refused(run: Run) -> None:
+    """Only this sees a plan that ends with a TypeError of its own."""
+    trl = {k: v for k, v in SAMPLING["trl"].items() if k != "max_completion_length"}
+    error = run(job("llama", SAMPLING | LORA, PAGED, {"trl": trl})).error
+    assert "trl.max_completion_length: it is not set" in error
 
 
 def test_a_wave_without_room_is_sampled_in_halves(run: Run) -> None:

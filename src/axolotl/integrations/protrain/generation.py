@@ -18,6 +18,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer
 
+from .core.errors import ConfigError
 from .core.planner.job import trace_loss
 from .core.planner.memory import inference_bytes
 from .core.types import Generation, Trace, Work
@@ -155,9 +156,18 @@ def asked_of(
     trainer: Any, dataset: Iterable[Mapping[str, Any]], length: int | None
 ) -> Asked:
     """Read what a GRPO trainer samples each time; rows are of `length` tokens where data
-    are not there."""
+    are not there.
+
+    Raises:
+        ConfigError: Answers have no longest length.
+    """
     args, num_steps = trainer.args, trainer.args.gradient_accumulation_steps
     every, new_tokens = _micro_batches(trainer), trainer.max_completion_length
+    if new_tokens is None:
+        raise ConfigError(
+            "trl.max_completion_length: it is not set, and Axolotl then gives TRL no limit, "
+            "so that nobody knows how much memory answers take. Set it, for example to 256."
+        )
     if length is not None:
         prompt_tokens = max(1, length - new_tokens)
     else:

@@ -494,6 +494,12 @@ class TrainingRun:
                 f"Taken over: {', '.join(self._taken_over)}. {plan.n_checkpoint} of "
                 f"{len(plan.policies)} blocks recompute, {plan.n_swap} swap."
             )
+        if (sampled := forecast.generation) is not None and sampled.waves > 1:
+            notes.append(
+                f"Answers are generated {sampled.rows} at once, in {sampled.waves} waves: "
+                "random numbers are drawn in another order than for all at once, so that "
+                "they are other ones than on a card that holds them all."
+            )
         evaluates = self._cfg.val_set_size or self._cfg.test_datasets
         if evaluates and device.type == "cpu" and may_repack(model):
             notes.append(NOT_REPACKED)

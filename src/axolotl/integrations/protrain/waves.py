@@ -193,7 +193,9 @@ def _samples_plainly(given: Mapping[str, Any], config: Any) -> bool:
 def _rows_in(given: Mapping[str, Any]) -> int | None:
     """Rows of what `generate` gets; None where it cannot be cut by rows."""
     ids = given.get("input_ids")
-    if not isinstance(ids, Tensor) or given.get("return_dict_in_generate"):
+    config: Any = given.get("generation_config")
+    as_dict = getattr(config, "return_dict_in_generate", False)
+    if not isinstance(ids, Tensor) or given.get("return_dict_in_generate", as_dict):
         return None
     tensors = [value for value in given.values() if isinstance(value, Tensor)]
     rows = ids.shape[0]
