@@ -4,6 +4,10 @@ PYTHON ?= python3
 VENV ?= .venv
 CUDA_VENV ?= .venv-cuda
 DOCS_VENV ?= .venv-docs
+NEWEST_VENV ?= .venv-newest
+OLDEST_VENV ?= .venv-oldest
+# of a Python that the newest Axolotl asks for
+NEWEST_PYTHON ?= python3.12
 # Named beside the package, so that pip takes this build of torch (a CPU build, where
 # that is what the index has) instead of the one axolotl would pull.
 TORCH ?= torch==2.13.0
@@ -23,6 +27,7 @@ export AXOLOTL_DO_NOT_TRACK := 1
 
 .DEFAULT_GOAL := help
 .PHONY: help install install-dev install-bench demo demo-2 test test-full test-cuda \
+	test-cuda-device test-newest test-oldest gpu-rehearsal everything \
 	matrix mutants chaos sweep reference pictures site dist lint format bench compare clean
 
 help: ## list the targets
@@ -57,14 +62,49 @@ test: install ## the tests, without the whole grid
 test-full: install ## all tests
 	@$(BIN)/python -m pytest $(PARALLEL) -m ""
 
-test-cuda: install ## tests on an emulated CUDA device, no GPU needed (2.5 GB of wheels)
+test-cuda-device: install
+	@mkdir -p build
 	@[ -e $(CUDA_VENV)/.built ] && [ -z "$$(find tests/cuda_emulation/runtime -type f \
 		-not -name '*.pyc' -newer $(CUDA_VENV)/.built)" ] || { \
 		bash tests/cuda_emulation/runtime/build.sh $(CUDA_VENV) \
 		"$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
 		&& touch $(CUDA_VENV)/.built; }
+
+test-cuda: test-cuda-device ## tests on an emulated CUDA device, no GPU needed (2.5 GB of wheels)
 	@PYTHONPATH=src:tests/protrain:tests/protrain/core:tests/cuda_emulation \
 		bash tests/cuda_emulation/runtime/run.sh $(CUDA_VENV) -m pytest -rA tests/cuda_emulation
+
+$(NEWEST_VENV)/.installed: pyproject.toml
+	@$(NEWEST_PYTHON) -m venv $(NEWEST_VENV)
+	@$(NEWEST_VENV)/bin/python -m pip --disable-pip-version-check -qq install --no-compile -e ".[test]"
+	@touch $@
+
+test-newest: $(NEWEST_VENV)/.installed ## the tests with the newest Axolotl and torch allowed (7 GB)
+	@$(NEWEST_VENV)/bin/python -m pytest $(PARALLEL)
+
+# core alone, which imports no Axolotl
+$(OLDEST_VENV)/.installed: pyproject.toml
+	@$(NEWEST_PYTHON) -m venv $(OLDEST_VENV)
+	@$(OLDEST_VENV)/bin/python -m pip --disable-pip-version-check -qq install --no-compile \
+		torch==2.11.0 transformers peft pydantic psutil safetensors rich click xxhash jinja2 \
+		pytest pytest-timeout pytest-xdist hypothesis
+	@touch $@
+
+test-oldest: $(OLDEST_VENV)/.installed ## core's tests with the oldest torch allowed (6 GB)
+	@PYTHONPATH=src $(OLDEST_VENV)/bin/python -m pytest $(PARALLEL) -m "" tests/protrain/core
+
+gpu-rehearsal: test-cuda-device ## benchmarks/gpu.sh with small models on the emulated device
+	@printf '#!/bin/bash\nexec bash %s/run.sh %s "$$@"\n' \
+		$(abspath tests/cuda_emulation/runtime) $(abspath $(CUDA_VENV)) > build/emulated
+	@chmod +x build/emulated && rm -rf build/gpu
+	@env PYTHON=$(abspath build/emulated) TINY=--tiny PATIENCE=8 EXACT="lora full experts disk" \
+		RUNS="lora-8b-12gb lora-8b-12gb-disk full-3b-16gb" FAKECUDA_POISON=0 \
+		FAKECUDA_RANDOM_COPY_US=0 FAKECUDA_RANDOM_WORK_US=0 \
+		GPU_WORK=$(abspath build/gpu-work) GPU_DISK=$(abspath build/gpu-disk) \
+		bash benchmarks/gpu.sh build/gpu exact doctor runs compare
+
+everything: install ## run all sets that are not of this tree, write docs/evidence.md
+	@$(BIN)/python tools/everything.py
 
 matrix: install ## train every combination and write docs/compatibility.md
 	@$(BIN)/python tests/protrain/compatibility.py
@@ -126,6 +166,6 @@ bench: install ## what the paging hooks cost per step
 	@$(BIN)/python benchmarks/hook_cost.py
 
 clean: ## remove the environment, caches and everything the demo wrote
-	rm -rf $(VENV) $(DOCS_VENV) .cache build dist src/*.egg-info examples/.demo
+	rm -rf $(VENV) $(DOCS_VENV) $(NEWEST_VENV) $(OLDEST_VENV) .cache build dist src/*.egg-info examples/.demo
 	rm -rf .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

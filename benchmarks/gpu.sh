@@ -5,7 +5,8 @@
 #   usage: benchmarks/gpu.sh [FOLDER] [PART ...]
 # Parts: exact paging packed doctor runs compare profile. PYTHON names the interpreter;
 # GPU_WORK a folder with 40 GB of room for models (memory is fastest); GPU_DISK a folder of
-# the disk. TINY=--tiny rehearses it with small models.
+# the disk. TINY=--tiny rehearses it with small models, PATIENCE=8 on a slow machine, EXACT and
+# RUNS without what a machine lacks: `make gpu-rehearsal` does on the emulated device.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 folder=${1:-benchmarks/results/$(date +%F)-gpu}
@@ -23,7 +24,7 @@ export HF_HUB_OFFLINE=1 AXOLOTL_DO_NOT_TRACK=1 TOKENIZERS_PARALLELISM=false
 began=$SECONDS
 
 part() { # NAME SECONDS COMMAND...: its output to NAME.txt, its end to parts.txt
-  local name=$1 limit=$2 from=$SECONDS code=0
+  local name=$1 limit=$(($2 * ${PATIENCE:-1})) from=$SECONDS code=0
   shift 2
   timeout -k 5 "$limit" "$@" >"$folder/$name.txt" 2>&1 || code=$?
   echo "$name: exit code $code, $((SECONDS - from)) s (ended at $((SECONDS - began)) s)" |
@@ -54,7 +55,7 @@ if wanted runs; then
 fi
 if wanted exact; then
   # numbers do not depend on what else runs
-  for name in lora qlora full experts packed disk; do
+  for name in ${EXACT:-lora qlora full experts packed disk}; do
     (cd "$work" && part "exact-$name" 150 "$python" -m axolotl.integrations.protrain.cli \
       selftest "exact-$name.yaml" --steps 6 --keep "$work/exact-$name") &
   done
@@ -75,7 +76,7 @@ if wanted profile; then
   part profile 80 "$python" benchmarks/gpu_profile.py --trace "$work/trace.json.gz"
 fi
 if wanted runs; then
-  for name in lora-8b-12gb gpt-oss-20b-12gb lora-8b-12gb-disk qlora-8b-8gb full-3b-16gb; do
+  for name in ${RUNS:-lora-8b-12gb gpt-oss-20b-12gb lora-8b-12gb-disk qlora-8b-8gb full-3b-16gb}; do
     part "$name" 110 bash -c "train $name"
   done
 fi
@@ -85,4 +86,5 @@ if wanted compare; then
   part compare-24gb 150 "$python" benchmarks/compare.py --case lora-8b-1k-fits \
     --systems ours,layer_offloading --minutes 2 --label 24gb --output "$folder"
 fi
+"$python" benchmarks/gpu_summary.py "$folder"
 cat "$folder/parts.txt"

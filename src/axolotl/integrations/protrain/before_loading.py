@@ -33,8 +33,8 @@ from .options import smaller
 SLOWEST_S = 120
 """A dry run that takes longer is given up: training itself will tell."""
 
-AT_ONCE_BYTES = 256 << 20
-"""A base this small is loaded before a dry run has begun."""
+AT_ONCE_BYTES = 2 << 30
+"""A base this small is loaded in the seconds that a dry run takes to import Axolotl."""
 
 Answer = tuple[bool, str]
 """True where it is certain that no plan fits, and why; or else why that is not known."""

@@ -1,0 +1,225 @@
+"""Runs every set of checks and measurements, writes docs/evidence.md: `make everything`.
+
+A set whose row is of this tree is not run again: no file that it depends on differs from the
+row's commit. So a run that was broken off goes on where it ended, and after a change only what
+the change concerns runs again. Logs are in build/evidence.
+
+    python tools/everything.py                 all that is missing, old or failed
+    python tools/everything.py --list          says what that is, runs nothing
+    python tools/everything.py chaos matrix    these, whether or not they are of today
+    python tools/everything.py --minutes 60    begins none that would take longer
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass
+from datetime import date
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE, LOGS = ROOT / "docs" / "evidence.md", ROOT / "build" / "evidence"
+sys.path.insert(0, str(ROOT / "benchmarks"))
+CODE = ("src", "pyproject.toml")
+TESTED = (*CODE, "tests", "examples", "tools", "Makefile")
+RESULT_WIDTH = 90
+
+
+@dataclass(frozen=True)
+class Set:
+    """Something to run.
+
+    Attributes:
+        name: Of its row.
+        command: For a shell, in the root of the repository.
+        paths: Files and folders without whose change it would come to the same result.
+    """
+
+    name: str
+    command: str
+    paths: tuple[str, ...]
+
+
+def _measured(name: str, options: str = "") -> Set:
+    file = name.replace("-", "_")
+    command = f".venv/bin/python benchmarks/{file}.py {options}".strip()
+    return Set(name, command, (*CODE, "benchmarks/*.py", "benchmarks/comparison"))
+
+
+TODAY = date.today().isoformat()
+SETS = (
+    Set("lint", "make lint", (".",)),
+    Set("demo", "make demo", (*CODE, "examples")),
+    Set("demo-2", "make demo-2", (*CODE, "examples")),
+    Set("test-full", "make test-full", TESTED),
+    Set("test-cuda", "make test-cuda", TESTED),
+    Set("test-newest", "make test-newest", TESTED),
+    Set("test-oldest", "make test-oldest", TESTED),
+    Set("matrix", "make matrix", (*CODE, "tests/protrain/*.py")),
+    Set("chaos", "make chaos", (*CODE, "tests/protrain/*.py")),
+    Set("sweep", "make sweep", (*CODE, "tests/protrain/*.py")),
+    Set("mutants", "make mutants", (*CODE, "tests/mutants.py", "tests/protrain/core")),
+    Set("site", "make site", ("docs", "README.md", "tools")),
+    Set("gpu-rehearsal", "make gpu-rehearsal", (*CODE, "benchmarks")),
+    _measured("five-plans"),
+    _measured("plan-speed"),
+    _measured("published", "--output benchmarks/results/published.md"),
+    _measured("start-up", f"--output benchmarks/results/{TODAY}-cpu-start-up.md"),
+    _measured("hook-cost"),
+    _measured("overhead", f"--output benchmarks/results/{TODAY}-cpu-overhead.md"),
+    _measured("step-time"),
+    _measured("peak-prediction"),
+    _measured("saving"),
+    _measured("end-of-step"),
+    _measured("load-peak"),
+    _measured("qlora-load"),
+    _measured("generation"),
+    _measured("service"),
+    Set("compare", "make compare", (*CODE, "benchmarks/*.py", "benchmarks/comparison")),
+)
+HEADER = f"""\
+# Evidence
+
+Written by `make everything`: do not edit. Each row is one command, run whole on the commit it
+names. `python tools/everything.py --list` names the rows that a later change has made old.
+
+| {" | ".join(("set", "result", "commit", "date", "minutes", "machine", "command"))} |
+|{" --- |" * 7}
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """The end of a set's last run."""
+
+    name: str
+    result: str
+    commit: str
+    date: str
+    minutes: str
+    machine: str
+    command: str
+
+    @property
+    def passed(self) -> bool:
+        """Whether its command ended with 0."""
+        return not self.result.startswith("**failed")
+
+
+def read_rows() -> dict[str, Row]:
+    """The rows of the page, by the names of their sets."""
+    lines = PAGE.read_text("utf-8").splitlines() if PAGE.exists() else []
+    cells = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
+    rows = [Row(*each) for each in cells[1:] if not each[0].startswith("-")]
+    return {row.name: row for row in rows}
+
+
+def write_rows(rows: dict[str, Row]) -> None:
+    """Write the page, in the order of `SETS`."""
+    known = [rows[each.name] for each in SETS if each.name in rows]
+    lines = [f"| {' | '.join(astuple(row))} |\n" for row in known]
+    PAGE.write_text(HEADER + "".join(lines), "utf-8")
+
+
+def why_run(each: Set, rows: dict[str, Row]) -> str:
+    """Say why a set has to run; empty where its row is of this tree and says `passed`."""
+    row = rows.get(each.name)
+    if row is None:
+        return "never run"
+    if not row.passed:
+        return "failed"
+    changed = _git("diff", "--name-only", row.commit, "--", *each.paths, check=False)
+    if changed is None:
+        return f"commit {row.commit} is not in this repository"
+    files = [file for file in changed.splitlines() if not _is_output(file)]
+    return f"{files[0]} has changed" if files else ""
+
+
+def _is_output(file: str) -> bool:
+    """Tell what sets write themselves."""
+    outputs = "docs/evidence.md docs/compatibility docs/models docs/reliability"
+    return file.startswith((*outputs.split(), "benchmarks/results/"))
+
+
+def _git(*arguments: str, check: bool = True) -> str | None:
+    told = subprocess.run(
+        ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=check
+    )
+    return None if told.returncode else told.stdout.strip()
+
+
+def run(each: Set, machine: str) -> Row:
+    """Run a set, its output in a log."""
+    LOGS.mkdir(parents=True, exist_ok=True)
+    log, began = LOGS / f"{each.name}.log", time.monotonic()
+    with log.open("w", encoding="utf-8") as output:
+        code = subprocess.run(
+            each.command,
+            shell=True,
+            cwd=ROOT,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "AXOLOTL_DO_NOT_TRACK": "1"},
+        ).returncode
+    lines = [line.strip(" =|") for line in log.read_text("utf-8").splitlines()]
+    last = next((line for line in reversed(lines) if line), "said nothing")
+    last = last.replace("|", "/")[:RESULT_WIDTH]
+    return Row(
+        each.name,
+        last if code == 0 else f"**failed** ({code}): {last}",
+        _git("rev-parse", "--short=9", "HEAD") or "",
+        date.today().isoformat(),
+        f"{(time.monotonic() - began) / 60:.1f}",
+        machine,
+        f"`{each.command}`",
+    )
+
+
+def _chosen(names: Iterable[str], rows: dict[str, Row]) -> list[tuple[Set, str]]:
+    wanted = set(names)
+    if unknown := wanted - {each.name for each in SETS}:
+        sys.exit(f"no such set: {', '.join(sorted(unknown))}")
+    if wanted:
+        return [(each, "asked for") for each in SETS if each.name in wanted]
+    return [(each, why) for each in SETS if (why := why_run(each, rows))]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", help="sets; all that have to run")
+    parser.add_argument("--list", action="store_true", help="run nothing")
+    parser.add_argument("--minutes", type=float, help="for all of them together")
+    given = parser.parse_args()
+    rows = read_rows()
+    chosen = _chosen(given.names, rows)
+    if given.list:
+        print("\n".join(f"{each.name}: {why}" for each, why in chosen))
+        return int(bool(chosen))
+    if _git("status", "--porcelain", "--untracked-files=no", "--", *TESTED):
+        sys.exit("Commit first: a row names the commit that was run.")
+    from machine import describe
+
+    facts = describe()
+    machine = f"{facts['processor']}, {facts['host memory']}"
+    until = time.monotonic() + 60 * (given.minutes or float("inf"))
+    failed = 0
+    for each, why in chosen:
+        row = rows.get(each.name)
+        if time.monotonic() + 60 * float(row.minutes if row else 0) > until:
+            print(f"{each.name}: no time for it", flush=True)
+            continue
+        print(f"{each.name}: {why}", flush=True)
+        rows[each.name] = run(each, machine)
+        write_rows(rows)
+        failed += not rows[each.name].passed
+        print(f"    {rows[each.name].result}", flush=True)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
