@@ -98,6 +98,8 @@ KERNELS: dict[str, Any] = {
 """To lay over `LORA`: every fused kernel, in torch where it needs a GPU."""
 PATCHES = (TORCH_KERNELS, LIGER)
 """Plugins that change libraries for the whole process."""
+PATCHING_KEYS = "chunked_cross_entropy", "tiled_mlp"
+"""Keys for which Axolotl does."""
 PAGED: dict[str, Any] = {
     "protrain_auto_memory": True,
     "protrain_capacity_bytes": "1GiB",
@@ -147,8 +149,7 @@ class Job:
     def patches(self) -> bool:
         """Whether it leaves its process in another state than it found it."""
         patches = not set(PATCHES).isdisjoint(self.settings["plugins"])
-        # Axolotl sets the loss of all models to come
-        return patches or bool(self.settings.get("chunked_cross_entropy"))
+        return patches or any(map(self.settings.get, PATCHING_KEYS))
 
     @property
     def interpreted(self) -> bool:

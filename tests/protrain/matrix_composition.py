@@ -225,6 +225,34 @@ QAT: dict[str, Keys] = {
 }
 NVFP4 = {"weight_dtype": "nvfp4", "activation_dtype": "nvfp4", "group_size": 16}
 
+LISA: Keys = {
+    "lisa_n_layers": 1,
+    "lisa_step_interval": 2,
+    "lisa_layers_attribute": "model.layers",
+    "max_steps": 6,
+}
+LISAS: dict[str, tuple[Keys, Keys]] = {
+    "all paged, recomputed": ({}, overrides(0, 2, 4)),
+    "swapped, accumulation, clipping": (
+        {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1},
+        overrides(0, 2, 0, n_swap=2),
+    ),
+    "another choice each step": (
+        {"lisa_step_interval": 1, "weight_decay": 0.1},
+        HALF,
+    ),
+    "adafactor": ({"optimizer": "adafactor"}, HALF),
+    "updates on the host": ({}, HALF | {"protrain_cpu_optimizer": "torch"}),
+}
+TILED: Keys = {"tiled_mlp": True, "tiled_mlp_num_shards": 2} | {
+    "tiled_mlp_use_original_mlp": True
+}
+TILINGS: dict[str, tuple[Keys, Keys]] = {
+    "LoRA": (LORA | {"gradient_accumulation_steps": 2}, overrides(0, 2, 0)),
+    "LoRA, recomputed": (LORA | {"max_grad_norm": 0.1}, overrides(0, 2, 4)),
+    "QLoRA": (QLORA, HALF),
+}
+
 EXPERT_PARALLEL = "axolotl.integrations.expert_parallel.ExpertParallelPlugin"
 COMPRESSING = "switching_plugin.LLMCompressorPlugin"
 REFUSED: dict[str, tuple[Keys, str, str]] = {
@@ -241,11 +269,11 @@ REFUSED: dict[str, tuple[Keys, str, str]] = {
         "there; its kernels are for GPUs: not tried",
     ),
     "`tiled_mlp`": (
-        {"tiled_mlp": True},
-        "`tiled_mlp: true` runs backward several times in a block",
-        "its backward adds the `.grad` of the MLP's weights up itself, part by part, while "
-        "gradients leave for the host: tried, a full fine-tune ends with the error that "
-        "names the first one",
+        {"tiled_mlp": True, "adapter": None},
+        "`tiled_mlp: true` adds up the gradients of the MLP's weights itself",
+        "its backward takes each `.grad` of the MLP away and sets it, part by part, while "
+        "gradients leave for the host: tried, it ends with the error that names the first "
+        "one",
     ),
     "`fp16`": (
         {"fp16": True, "bf16": False},
@@ -254,9 +282,10 @@ REFUSED: dict[str, tuple[Keys, str, str]] = {
         "for GPUs only: not tried",
     ),
     "LISA (`lisa_n_layers`)": (
-        {"lisa_n_layers": 2, "lisa_step_interval": 2},
-        "`lisa_n_layers: 2` changes which blocks train during the run",
-        "what trains decides which chunk a weight is in, and where its state is",
+        LISA,
+        "`lisa_n_layers: 1` asks for gradients of the base's weights",
+        "it lets all weights of a block train, those of the base among them, whose "
+        "gradients nobody uses",
     ),
     "`precompute_ref_log_probs`": (
         {"rl": "dpo", "precompute_ref_log_probs": True},
@@ -274,6 +303,28 @@ REFUSED: dict[str, tuple[Keys, str, str]] = {
 """Keys, part of the refusal, and the reason."""
 
 CELLS: tuple[Cell, ...] = (
+    *(
+        Cell(
+            "LISA",
+            how,
+            "full",
+            pair("llama", LISA, more, plan=plan),
+            without=job("llama", {"max_steps": 6}, more),
+        )
+        for how, (more, plan) in LISAS.items()
+    ),
+    *(
+        # Axolotl takes one of its classes from there
+        Cell(
+            "Tiled MLP",
+            "Llama",
+            how,
+            pair("llama", TILED, keys, plan=plan),
+            without=job("llama", keys),
+            needs="deepspeed",
+        )
+        for how, (keys, plan) in TILINGS.items()
+    ),
     *(
         Cell("Compositions", row, base, pair("llama", keys, more, plan=HALF))
         for row, more in COMPOSED.items()
@@ -341,12 +392,13 @@ CELLS: tuple[Cell, ...] = (
         Cell(
             "Compositions",
             row,
-            "LoRA",
-            refused=job("llama", LORA, PAGED, keys),
+            "LoRA" if adapted.get("adapter") else "full",
+            refused=job("llama", adapted, PAGED),
             reason=reason,
             message=message,
         )
         for row, (keys, message, reason) in REFUSED.items()
+        for adapted in [LORA | keys]
     ),
     *(
         Cell(

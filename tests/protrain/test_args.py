@@ -354,7 +354,7 @@ REFUSED_IN_AXOLOTL = [
     ("lora_on_cpu", {**LORA, "lora_on_cpu": True}),
     ("relora", {**QLORA, "relora": True, "jagged_restart_steps": 10}),
     ("use_ray", {"use_ray": True, "ray_num_workers": 2}),
-    ("lisa_n_layers", {"lisa_n_layers": 2, "lisa_step_interval": 20}),
+    ("lisa_n_layers", {**LORA, "lisa_n_layers": 2, "lisa_step_interval": 20}),
     ("wandb_watch: all", {"wandb_watch": "all"}),
     ("wandb_watch: parameters", {"wandb_watch": "parameters"}),
     ("unfrozen_parameters", {"unfrozen_parameters": ["model.embed_tokens[:100]"]}),

@@ -251,6 +251,6 @@ def test_all_keys_are_refused_at_once_and_without_a_traceback() -> None:
         refused.stderr.index("ConfigError") :
     ].splitlines()
     assert refused.returncode == 1 and "Traceback" not in refused.stderr
-    assert first.startswith("ConfigError: `tiled_mlp: true` runs backward")
+    assert first.startswith("ConfigError: `tiled_mlp: true` adds up the gradients")
     assert second.endswith(": `fsdp`, `fsdp_config`, `fsdp_final_state_dict_type`.")
     assert len(rest) == 1 and "axolotl protrain migrate" in rest[0]

@@ -153,7 +153,12 @@ EXCLUDED = (
         "Use inductor",
         lambda name: name not in (None, "inductor", "aot_eager", "eager"),
     ),
-    Refusal("tiled_mlp", "runs backward several times in a block", instead=""),
+    Refusal(
+        "tiled_mlp",
+        "adds up the gradients of the MLP's weights itself, while they leave for the host",
+        "Train an adapter, or remove the key",
+        instead="",
+    ),
     Refusal("fp8", "replaces modules after ProTrain has laid them out"),
     Refusal(
         "wandb_watch",
@@ -162,7 +167,11 @@ EXCLUDED = (
         _one_of("all", "parameters"),
         "wandb_watch: gradients",
     ),
-    Refusal("lisa_n_layers", "changes which blocks train during the run"),
+    Refusal(
+        "lisa_n_layers",
+        "asks for gradients of the base's weights, which no optimizer has",
+        "Remove it, or the adapter",
+    ),
     Refusal(
         "fp16",
         "scales the loss and looks for overflow only in gradients on the device",
@@ -192,6 +201,12 @@ _INSEPARABLE = {
 """Optimizers whose update of a weight alone would not be that of the plain run."""
 
 
+def _considered(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings without the one that works because of an adapter, or without any."""
+    works = "tiled_mlp" if settings.get("adapter") else "lisa_n_layers"
+    return {key: value for key, value in settings.items() if key != works}
+
+
 def placing(settings: Mapping[str, Any]) -> list[str]:
     """Keys that decide where weights live, FSDP's own among them."""
     # `fsdp_version` has a value in 0.21 where nothing is sharded
@@ -206,7 +221,8 @@ def placing(settings: Mapping[str, Any]) -> list[str]:
 def changes(raw: Mapping[str, Any]) -> list[Refusal]:
     """Rows for keys of a YAML, as it is spelt, that `migrate` takes out or replaces."""
     known = [row for row in (*_MIGRATED, *EXCLUDED) if row.instead is not None]
-    found = [row for row in known if row.key in raw and row.when(raw[row.key])]
+    keys = _considered(raw)
+    found = [row for row in known if row.key in keys and row.when(keys[row.key])]
     named = {row.key for row in found}
     places = [_MIGRATED[0]._replace(key=key) for key in placing(raw)]
     return found + [row for row in places if row.key not in named]
@@ -215,7 +231,7 @@ def changes(raw: Mapping[str, Any]) -> list[Refusal]:
 def refusals(settings: Mapping[str, Any]) -> list[str]:
     """One line for every setting, ours or Axolotl's, that ProTrain cannot work with."""
     # of a YAML as it is spelt, too: pydantic takes "false" for false
-    settings = {key: v for key, v in settings.items() if not _is_off(v)}
+    settings = {k: v for k, v in _considered(settings).items() if not _is_off(v)}
     lines = _of_sampling(settings.get("trl") or {})
     if _entry(settings.get("model_quantization_config_kwargs"), "dequantize"):
         # plain weights once they are loaded
