@@ -114,7 +114,8 @@ class Row:
 def read_rows() -> dict[str, Row]:
     """The rows of the page, by the names of their sets."""
     lines = PAGE.read_text("utf-8").splitlines() if PAGE.exists() else []
-    cells = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
+    # a command may have one of its own
+    cells = [line[2:-2].split(" | ", 6) for line in lines if line.startswith("| ")]
     rows = [Row(*each) for each in cells[1:] if not each[0].startswith("-")]
     return {row.name: row for row in rows}
 
