@@ -322,6 +322,15 @@ def _row(tokens: list[Any], targets: list[Any], weights: list[Any]) -> dict[str,
     return {"model_input": {"chunks": chunks}, "loss_fn_inputs": inputs}
 
 
+def _shaped(shape: list[int], *indices: list[int]) -> dict[str, Any]:
+    """A row of one token whose weights have a shape, and indices of CSR."""
+    row = _row([5], [5], [1])
+    names = ("sparse_crow_indices", "sparse_col_indices")
+    more = dict(zip(names, indices, strict=False))
+    row["loss_fn_inputs"]["weights"] |= {"shape": shape, **more}
+    return row
+
+
 NUMBERS: dict[str, Any] = {
     "beyond 64 bits": _row([2**70], [5], [1]),
     "at 64 bits": _row([2**63], [5], [1]),
@@ -345,6 +354,12 @@ NUMBERS: dict[str, Any] = {
     | {
         "loss_fn_inputs": {"weights": {"data": [1], "dtype": "int64", "shape": [2**70]}}
     },
+    "a negative shape": _shaped([-1, -1]),
+    "three dimensions": _shaped([1, 1, 1]),
+    "more rows": _shaped([2, 1], [0, 0, 1], [0]),
+    "a wide sparse one": _shaped([1, 2**40], [0, 1], [0]),
+    "no CSR": _shaped([1, 2], [0, 5], [0]),
+    "indices beyond 64 bits": _shaped([1, 2], [0, 2**70], [0]),
 }
 """Rows of a request that cannot be, or more of it."""
 

@@ -22,7 +22,7 @@ from recording_plugin import BATCHES_FILE
 from safetensors.torch import load_file, save_file
 from tiny_models import VOCABULARY, build_inputs, build_model, model_path
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, pad
 
 from axolotl.integrations.protrain.core.errors import ProTrainError
 from axolotl.integrations.protrain.service.adapters import (
@@ -97,6 +97,20 @@ def rows(seed: int, count: int = 3) -> list[Datum]:
         inputs = {"target_tokens": tokens[1:], "weights": weights}
         data.append(Datum(tokens[:-1], inputs))
     return data
+
+
+def soft_rows(seed: int, count: int = 4, candidates: int = 5) -> list[Datum]:
+    """`rows` with several targets for each token, as a teacher would weigh them; some tokens
+    have none."""
+    draws, found = torch.Generator().manual_seed(seed), []
+    for datum in rows(seed, count):
+        logits = torch.randn(datum.tokens.numel(), VOCABULARY, generator=draws)
+        best = logits.softmax(-1).topk(candidates)
+        weights = best.values / best.values.sum(-1, True) / datum.tokens.numel()
+        weights[0] = 0
+        inputs = {"target_tokens": best.indices, "weights": weights}
+        found.append(Datum(datum.tokens, inputs))
+    return found
 
 
 def saved(of: AdapterService, model: str, name: str = "now") -> Saved:
@@ -372,6 +386,140 @@ def exported(path: Path) -> dict[str, list[float]]:
         return found
 
     return {"padded": differences(2, 64), "alone": differences(1, None)}
+
+
+def softened(path: Path) -> dict[str, Any]:
+    """What differs between one target a token and one candidate, and between rows of
+    unlike numbers of candidates and the same ones filled up with a weight of 0; why
+    candidates that cannot be are refused."""
+    hard, soft = rows(4), [_with(datum, 1) for datum in rows(4)]
+    few, many = soft_rows(5, 3), [_with(datum, 9) for datum in soft_rows(5, 3)]
+    few[0] = _with(few[0], 2)
+    many[0] = _with(few[0], 9)
+    few[2], many[2] = rows(6, 1)[0], _with(rows(6, 1)[0], 9)
+    found: dict[str, Any] = {}
+    with service(path) as served:
+        states = []
+        for name, data in {
+            "hard": hard,
+            "soft": soft,
+            "few": few,
+            "many": many,
+        }.items():
+            served.create(name, 8, seed=1)
+            loss, logprobs = served.forward_backward(name, data).result()
+            shapes = [row.shape for row in logprobs]
+            assert shapes == [datum.inputs["weights"].shape for datum in data]
+            states.append((loss, logprobs, saved(served, name)))
+        one, other, few_, many_ = states
+        found["losses"] = one[0], other[0]
+        pairs = zip(one[1], other[1], strict=True)
+        found["logprobs"] = [a.equal(b.flatten()) for a, b in pairs]
+        pairs = zip(few_[1], many_[1], strict=True)
+        found["of few"] = [
+            a.view(len(a), -1).equal(b[:, : a[0].numel()]) for a, b in pairs
+        ]
+        found["differing"] = _differing(one[2], other[2])
+        found["of few, differing"] = _differing(few_[2], many_[2])
+        tokens, inputs = few[1].tokens, few[1].inputs
+        wide = {name: values.repeat(1, 20) for name, values in inputs.items()}
+        flat = {**inputs, "weights": inputs["weights"][:, 0]}
+        rest = {"logprobs": inputs["weights"], "advantages": inputs["weights"]}
+        sampled = {"target_tokens": inputs["target_tokens"], **rest}
+        for what, given, loss in (
+            ("wide", wide, "cross_entropy"),
+            ("flat", flat, "cross_entropy"),
+            ("none", {k: v[:, :0] for k, v in inputs.items()}, "cross_entropy"),
+            ("sampled", sampled, "ppo"),
+        ):
+            datum = Datum(tokens, given)
+            found[what] = _refusal(
+                partial(served.forward_backward, "few", [datum], loss)
+            )
+    return found
+
+
+def _with(datum: Datum, candidates: int) -> Datum:
+    """A row with so many candidates, of which those that it has not have a weight of 0."""
+    inputs = {}
+    for name, values in datum.inputs.items():
+        values = values.view(len(values), -1)[:, :candidates]
+        inputs[name] = pad(values, (0, candidates - values.shape[1]))
+    return Datum(datum.tokens, inputs)
+
+
+def distilled(path: Path) -> dict[str, Any]:
+    """Train by soft targets, and in plain PEFT from the same beginning; losses of both, and
+    what differs in the end."""
+    batches = [soft_rows(seed) for seed in range(3)]
+    with service(path) as served:
+        served.create("s", 8, seed=1)
+        begin = served.save("s", "begin", whole=False).result()
+        losses = []
+        for data in batches:
+            losses.append(served.forward_backward("s", data).result()[0])
+            served.optim_step("s", ADAM).result()
+        weights = saved(served, "s")
+        folder = folder_of(served.folder, begin)
+    wanted, plain = plainly_distilled(path, folder, batches)
+    differing = [name for name in plain if not plain[name].equal(weights[name])]
+    return {"losses": losses, "plain": wanted, "differing": differing}
+
+
+def as_distilled(path: Path, told: Mapping[str, Any]) -> list[Any]:
+    """Losses of plain PEFT on a client's rows, from where its student began, and what
+    differs from where that ended."""
+    data = []
+    for tokens, *both in told["rows"]:
+        targets, weights = map(torch.tensor, both)
+        inputs = {"target_tokens": targets, "weights": weights}
+        data.append(Datum(torch.tensor(tokens), inputs))
+    begin, end = (folder_of(Path("state"), told[at]) for at in ("begin", "end"))
+    losses, plain = plainly_distilled(path, begin, [data] * len(told["losses"]))
+    found = load_file(end / WEIGHTS)
+    return [losses, [name for name in plain if not plain[name].equal(found[name])]]
+
+
+def plainly_distilled(
+    path: Path, folder: Path, batches: list[list[Datum]]
+) -> tuple[list[float], Saved]:
+    """Losses and weights of an adapter that plain PEFT trains by soft targets, in rows that
+    are padded as the service pads them."""
+    from peft import PeftModel, get_peft_model_state_dict
+    from transformers import AutoModelForCausalLM
+
+    base = yaml.safe_load(path.read_text())["base_model"]
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model = PeftModel.from_pretrained(plain, folder, is_trainable=True).eval()
+    params = [param for param in model.parameters() if param.requires_grad]
+    adam = (ADAM.beta1, ADAM.beta2), ADAM.eps, ADAM.weight_decay
+    optimizer = torch.optim.AdamW(params, ADAM.learning_rate, *adam, fused=True)
+    losses = []
+    for data in batches:
+        total = 0.0
+        for first in range(0, len(data), 2):
+            some = data[first : first + 2]
+            ends = [datum.tokens.numel() for datum in some]
+            candidates = max(datum.inputs["weights"].shape[1] for datum in some)
+            tokens, mask = torch.zeros(2, len(some), 64, dtype=torch.int64)
+            targets = torch.zeros(len(some), 64, candidates, dtype=torch.int64)
+            weights = torch.zeros(targets.shape)
+            for row, (datum, end) in enumerate(zip(some, ends, strict=True)):
+                tokens[row, :end], mask[row, : end + 1] = datum.tokens, 1
+                few = datum.inputs["weights"].shape[1]
+                targets[row, :end, :few] = datum.inputs["target_tokens"]
+                weights[row, :end, :few] = datum.inputs["weights"]
+            logits = model(input_ids=tokens, attention_mask=mask).logits
+            logprobs = logits.log_softmax(-1).gather(-1, targets)
+            loss = -(weights * logprobs).sum()
+            loss.backward()
+            total += float(loss.detach())
+        torch.nn.utils.clip_grad_norm_(params, ADAM.grad_clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    ours = get_peft_model_state_dict(model, save_embedding_layers=False)
+    return losses, {name: weight.detach() for name, weight in ours.items()}
 
 
 def save_for_ever(path: Path, told: Path) -> None:

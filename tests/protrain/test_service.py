@@ -153,6 +153,24 @@ def test_an_export_is_an_adapter_of_peft(served: Path) -> None:
     assert max(found["alone"]) < 1e-6, found
 
 
+def test_one_candidate_is_one_target(served: Path) -> None:
+    """Soft targets go another way through the logits; filled up to the widest row of a
+    micro-batch they would count what nobody weighs."""
+    found = call(service_jobs.softened, served, at=served.parent)
+    assert found["losses"][0] == found["losses"][1]
+    assert all(found["logprobs"]) and all(found["of few"])
+    assert not found["differing"] and not found["of few, differing"]
+    for what in ("wide", "flat", "none"):
+        assert "or (tokens, K) of all, K from 1 to 64" in found[what], what
+    assert found["sampled"].endswith("allowed is one value a token, (12,)")
+
+
+def test_soft_targets_teach_as_in_plain_peft(served: Path) -> None:
+    """Weights that meet another token, or one that is padding, would be another loss."""
+    found = call(service_jobs.distilled, served, at=served.parent)
+    assert found["losses"] == found["plain"] and not found["differing"], found
+
+
 @pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.full)])
 def test_each_save_outlives_its_process(served: Path, kills: int) -> None:
     """Killed while it writes, a server leaves what was saved before, or all of the new."""

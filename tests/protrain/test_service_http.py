@@ -43,9 +43,11 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return install
 
 
-def train_with(client: Path, address: str) -> dict[str, Any]:
+def train_with(
+    client: Path, address: str, script: str = "tinker_client.py"
+) -> dict[str, Any]:
     given = {"TINKER_BASE_URL": address, "TINKER_API_KEY": "tml-test"}
-    return by_client("tinker_client.py", client, given, service_http_jobs.BASE)
+    return by_client(script, client, given, service_http_jobs.BASE)
 
 
 def check_told(told: dict[str, Any], root: Path) -> None:
@@ -75,6 +77,22 @@ def test_clients_of_tinker_train(served: Path, client: Callable[[str], Path]) ->
         check_told(told[-1], served.parent)
     assert told[0]["losses"] == told[1]["losses"]
     assert told[0]["ends"] == told[1]["ends"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("version", ["0.24.1", "0.38.0"])
+def test_a_client_distils(
+    served: Path, client: Callable[[str], Path], version: str
+) -> None:
+    """Candidates that meet other weights, rows of CSR that are read otherwise and answers
+    of another shape are other losses than plain PEFT has."""
+    with server(served) as address:
+        told = train_with(client(version), address, "tinker_distilling.py")
+    assert told["apart"][-1] < told["apart"][0] / 2, told["apart"]
+    assert told["shapes"] == [[11, 5], [39, 4], [8, 5], [22, 4]] and told["sparse"]
+    job = service_jobs.as_distilled
+    losses, differing = call(job, served, told, at=served.parent)
+    assert told["losses"] == losses and not differing, (losses, differing)
 
 
 @pytest.mark.full

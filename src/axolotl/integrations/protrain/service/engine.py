@@ -380,6 +380,6 @@ def _digest(data: Sequence[Datum]) -> bytes:
     found = hashlib.sha256()
     for datum in data:
         for name, values in [("", datum.tokens), *sorted(datum.inputs.items())]:
-            found.update(f"{name} {values.dtype} {values.numel()} ".encode())
+            found.update(f"{name} {values.dtype} {[*values.shape]} ".encode())
             found.update(values.numpy().tobytes())
     return found.digest()

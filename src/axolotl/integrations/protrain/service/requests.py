@@ -155,8 +155,9 @@ class _Datum(Message):
             whole = values.to(getattr(torch, given.dtype))
             if given.dtype == "int64" and not whole.equal(values):
                 raise RequestError(f"data[{number}]: {name} are not integers.")
-            shape = [values.numel()] if given.shape is None else given.shape
-            inputs[name] = shaped(number, name, whole, shape)
+            inputs[name] = shaped(
+                number, name, whole, given.shape, len(tokens), given.indices
+            )
         return Datum(torch.tensor(tokens, dtype=torch.int64), inputs)
 
 
