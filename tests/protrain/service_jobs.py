@@ -115,7 +115,12 @@ def soft_rows(seed: int, count: int = 4, candidates: int = 5) -> list[Datum]:
 
 def saved(of: AdapterService, model: str, name: str = "now") -> Saved:
     """All that a save of an adapter writes."""
-    folder = folder_of(of.folder, of.save(model, name).result())
+    return saved_at(of, of.save(model, name).result())
+
+
+def saved_at(of: AdapterService, path: str) -> Saved:
+    """All of a state."""
+    folder = folder_of(of.folder, path)
     return {**load_file(folder / WEIGHTS), **load_file(folder / REST)}
 
 
@@ -556,6 +561,47 @@ def resumed(path: Path, last: Mapping[str, int]) -> list[str]:
                 if not torch.equal(found[key], tensor)
             ]
     return differing
+
+
+def loaded(path: Path) -> dict[str, list[str]]:
+    """Load a state into a model that has gone on from it, with requests before and behind
+    it in the queue and gradients of before that wait: what differs from a model that was
+    created from the state; and after a load that is refused."""
+    found: dict[str, Any] = {}
+    with service(path, adapter_bytes=1 << 19) as served:
+        create(served, "b")
+        for asked in step(served, "b", 0):
+            asked.result()
+        served.forward_backward("b", rows(7)).result()
+        at = served.save("b", "kept").result()
+        create(served, "c")
+        for whole in (True, False):
+            asked = [*step(served, "b", 1), served.forward_backward("b", rows(8))]
+            asked.append(served.load("b", at, with_optimizer=whole))
+            asked += step(served, "b", 2)
+            assert served.save("b", "then").result() and all(a.done() for a in asked)
+            assert served.load("b", at, with_optimizer=whole).result() == at
+            asked = [*step(served, "b", 2), *step(served, "c", 0)]
+            new = f"b-new-{whole}"
+            served.create_from(new, at, with_optimizer=whole)
+            asked += step(served, new, 2)
+            for one in asked:
+                one.result()
+            wanted = saved(served, new)
+            found[f"optimizer: {whole}"] = [
+                *_differing(saved(served, "b"), wanted),
+                *_differing(saved_at(served, "tinker://b/weights/then"), wanted),
+            ]
+        served.forward_backward("b", rows(8)).result()
+        before = saved(served, "b")
+        other = served.save("c", "other").result()
+        wrong = {"none": "tinker://b/weights/none", "rank": other, "path": "x"}
+        for what, at in wrong.items():
+            found[what] = [_refusal(partial(served.load, "b", at, True))]
+        found["refused"] = _differing(saved(served, "b"), before)
+        # some had to leave
+        assert not all(one["on_host"] for one in served.status()["adapters"])
+    return found
 
 
 def config_of(root: Path, settings: Mapping[str, Any]) -> Path:

@@ -145,6 +145,15 @@ def test_an_id_that_comes_again_is_a_new_model(served: Path) -> None:
     assert lacking == "model_id: b could not be created."
 
 
+def test_a_model_may_load_at_any_time(served: Path) -> None:
+    """Gradients of before, moments or a step that stay, or a request that overtakes the
+    load, would be another model than one that is created from the state."""
+    found = call(service_jobs.loaded, served, at=served.parent)
+    assert not any(found[f"optimizer: {whole}"] for whole in (True, False)), found
+    assert "there is no state" in found["none"][0] and not found["refused"]
+    assert "Create a model from the state instead" in found["rank"][0]
+
+
 def test_an_export_is_an_adapter_of_peft(served: Path) -> None:
     """Other names, scale or layers in adapter_config.json would give other logits. Rows of
     other shapes do, too, in the last bits: products sum up in another order."""
