@@ -267,6 +267,10 @@ def misused(path: Path) -> dict[str, Any]:
         lora = {"rank": 4, "alpha": 8}
         asked = {"session_id": "s", "model_seq_id": 0, "base_model": BASE}
         post("alpha", "create_model", json={**asked, "lora_config": lora})
+        asked |= {"lora_config": {"rank": 4}, "optimizer_config": {"type": "dimuon"}}
+        post("optimizer", "create_model", json=asked)
+        asked["optimizer_config"] = {"type": "adamw"}
+        post("AdamW", "create_model", json=asked)
         body, zstd = as_protobuf("a", 1), {**PROTOBUF, "content-encoding": "zstd"}
         packed = zstandard.ZstdCompressor().compress(body)
         for what, cut in (("cut", packed[:-9]), ("two", packed * 2)):

@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import VOCABULARY, build_inputs, build_model, model_path
 from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from axolotl.integrations.protrain.core.errors import ProTrainError
 from axolotl.integrations.protrain.service.adapters import (
@@ -33,8 +34,8 @@ from axolotl.integrations.protrain.service.adapters import (
 )
 from axolotl.integrations.protrain.service.base import read
 from axolotl.integrations.protrain.service.engine import AdapterService
-from axolotl.integrations.protrain.service.live import AdamParams
 from axolotl.integrations.protrain.service.losses import Datum
+from axolotl.integrations.protrain.service.optimizers import AdamParams
 from axolotl.integrations.protrain.versions import DRAWS_BY_NAME
 
 SERVED: dict[str, Any] = {
@@ -131,7 +132,11 @@ def train_as(job: Path, history: list[Mapping[str, float]], path: str) -> Any:
     keys = yaml.safe_load(Path(path).read_text())
     steps, losses = keys["gradient_accumulation_steps"], []
     batches = torch.load(job / "out" / BATCHES_FILE, weights_only=True)
-    adam = {"beta2": 0.999, "eps": 1e-8, "grad_clip_norm": 1.0}
+    adam, kind = {"grad_clip_norm": 1.0}, keys["optimizer"].removeprefix("paged_")
+    if kind.startswith(("adam", "adem", "lion")):
+        adam["beta2"] = 0.999
+    if kind.startswith(("adam", "adem")):
+        adam["eps"] = 1e-8
     with service(Path(path)) as served:
         # of the YAML, or that of the plugin which seeds the process
         seed = keys["seed"] if DRAWS_BY_NAME else 11
@@ -313,6 +318,25 @@ def short_of_memory(path: Path) -> tuple[list[str], list[bool], list[int]]:
             same = (torch.equal(kept[0][key], value) for key, value in kept[-1].items())
             equal.append(all(same) and kept[0].keys() == kept[-1].keys())
     return errors, equal, notches
+
+
+def update_short_of_memory(path: Path) -> tuple[str, list[str]]:
+    """Why an update that runs out of memory is refused, after it has changed weights, and
+    what differs then from before the gradients came."""
+
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("Tried to allocate 1024 bytes.")
+
+    with service(path) as served:
+        create(served, "b")
+        for asked in step(served, "b", 0):
+            asked.result()
+        before = saved(served, "b")
+        served.forward_backward("b", rows(1)).result()
+        hook = register_optimizer_step_post_hook(fail)
+        told = _refusal(partial(served.optim_step, "b", ADAM))
+        hook.remove()
+        return told, _differing(saved(served, "b"), before)
 
 
 def not_finite(path: Path) -> tuple[str, bool]:
@@ -563,6 +587,72 @@ def resumed(path: Path, last: Mapping[str, int]) -> list[str]:
     return differing
 
 
+def optimized(path: Path) -> dict[str, Any]:
+    """Adapters that the optimizer of a YAML trains: what differs between one in turns with
+    others, which has been on the disk, and alone; and where it goes on from a save."""
+    adam = AdamParams(learning_rate=0.01, weight_decay=0.1)
+    found: dict[str, Any] = {}
+    rank = yaml.safe_load(path.read_text())["lora_r"]
+
+    def made(name: str) -> int:
+        served.create(name, rank, SPECS[name[0]][1], seed=1).result()
+        return served.store.layouts[name].nbytes
+
+    def train(name: str, like: str, numbers: range) -> None:
+        for number in numbers:
+            served.forward_backward(name, rows(10 * number + ord(like))).result()
+            served.optim_step(name, adam).result()
+
+    with service(path) as served:
+        nbytes = made("b")
+    with service(path, adapter_bytes=nbytes * 3 // 2) as served:
+        for name in "bch":
+            made(name)
+        for number in range(3):
+            for name in "bch":
+                train(name, name, range(number, number + 1))
+            if number == 0:
+                at = served.save("b", "first").result()
+        found["away"] = sum(not a["on_host"] for a in served.status()["adapters"])
+        turned = saved(served, "b")
+        made("b-alone")
+        train("b-alone", "b", range(3))
+        served.create_from("b-again", at, with_optimizer=True).result()
+        train("b-again", "b", range(1, 3))
+        for name in ("b-alone", "b-again"):
+            found[name] = _differing(saved(served, name), turned)
+        found["dtypes"] = sorted({str(one.dtype) for one in turned.values()})
+    return found
+
+
+def of_another_optimizer(path: Path, other: Path) -> dict[str, str]:
+    """Why a state of AdamW is refused by a server of another optimizer, with its own
+    optimizer and without, and so on."""
+    with service(path) as served:
+        create(served, "b")
+        for asked in step(served, "b", 0):
+            asked.result()
+        at = served.save("b", "adamw").result()
+        about = folder_of(served.folder, at) / ABOUT
+    words = json.loads(about.read_text())
+    assert words.pop("optimizer") == "adamw"
+    # as earlier versions wrote it
+    about.write_text(json.dumps(words))
+    told = {}
+    with service(path) as served:
+        told["earlier"] = _refusal(partial(served.create_from, "a", at, True))
+    with service(other) as served:
+        told["its own"] = _refusal(partial(served.create_from, "n", at, True))
+        told["without"] = _refusal(partial(served.create_from, "o", at, False))
+        for key, value in (("beta1", 0.8), ("beta2", 0.99), ("eps", 1e-8)):
+            adam = AdamParams(**{key: value})
+            told[key] = _refusal(partial(served.optim_step, "o", adam))
+        served.forward_backward("o", rows(1)).result()
+        told["step"] = _refusal(partial(served.optim_step, "o", AdamParams()))
+        told["status"] = served.status()["optimizer"]
+    return told
+
+
 def loaded(path: Path) -> dict[str, list[str]]:
     """Load a state into a model that has gone on from it, with requests before and behind
     it in the queue and gradients of before that wait: what differs from a model that was
@@ -749,7 +839,13 @@ DERIVED: dict[str, tuple[dict[str, Any], str]] = {
     "dpo": ({"rl": "dpo", "rl_beta": 0.1, "sample_packing": True}, ""),
     "grpo": ({"rl": "grpo", "trl": {"num_generations": 3}}, ""),
     "ReLoRA": ({"relora": True, "relora_prune_ratio": 0.5}, ""),
-    "optimizer": ({"optimizer": "lomo", "lr_groups": [], "adam_beta2": 0.9}, ""),
+    "optimizer": ({"optimizer": "sgd", "lr_groups": [], "adam_beta2": 0.9}, ""),
+    "lomo": ({"optimizer": "lomo"}, "optimizer: lomo updates weights inside of"),
+    "slip": ({"optimizer": "adam_w"}, "optimizer: adam_w has not been tried"),
+    "arguments": (
+        {"optimizer": "sgd", "optim_args": "momentum=-1"},
+        "optimizer: sgd cannot be made here: Invalid momentum value: -1.0",
+    ),
     "logs": ({"use_wandb": True, "wandb_watch": "all", "use_mlflow": False}, ""),
     "offloading": (
         {"activation_offloading": True, "gradient_checkpointing": "offload"},
@@ -787,7 +883,7 @@ def derived(path: Path) -> dict[str, str]:
     for name, (keys, _) in DERIVED.items():
         path.write_text(yaml.safe_dump({**ordinary, **keys}))
         try:
-            _, cfg, unused = read(path)
+            _, cfg, unused, _ = read(path)
         except ProTrainError as error:
             found[name] = str(error)
         else:

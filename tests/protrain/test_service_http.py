@@ -169,6 +169,8 @@ def test_misuse_of_the_protocol_is_answered(served: Path) -> None:
         "long": (422, "cannot be a name"),
         "token 7.5": (422, "are not integers"),
         "alpha": (422, "lora_config.alpha"),
+        "optimizer": (422, "this server trains by adamw_torch_fused"),
+        "AdamW": (200, "s:train:0:0"),
         "cut": (422, "not one zstd"),
         "two": (422, "not one zstd"),
         "bomb": (413, "the body is more"),

@@ -17,9 +17,9 @@ from pydantic import AfterValidator, BaseModel, Field, ValidationError
 from ..core.errors import RequestError
 from .adapters import EXTERNAL, KINDS, SAMPLERS, folder_of
 from .engine import FAULTS, AdapterService, as_refusal
-from .live import AdamParams
 from .losses import Datum
 from .messages import MOST_ROWS, data_of, read_request, settings_of, shaped
+from .optimizers import AdamParams
 from .sample_requests import SAMPLING, session_name
 from .states import MOST_SECONDS, Kept
 from .turns import MOST_WAITING, Ticket
@@ -63,7 +63,7 @@ class _Lora(Strict):
 
 
 class _Optimizer(Strict):
-    type: Literal["adamw"] = "adamw"
+    type: str = "adamw"
 
 
 Words = Annotated[dict[str, Any], AfterValidator(_short)]
@@ -77,11 +77,18 @@ class _New(SessionMessage):
     base_model: str | None = None
     optimizer_config: _Optimizer | None = None
 
-    def id_on(self, base: str) -> str:
+    def id_on(self, service: AdapterService) -> str:
         """As the client derives it where it creates a model from a state."""
+        base, ours = service.base_model, service.optimizer
         if self.base_model not in (None, base):
             raise RequestError(
                 f"base_model: {self.base_model}; this server has {base}."
+            )
+        asked = self.optimizer_config
+        if asked is not None and asked.type not in (ours.name, ours.family):
+            raise RequestError(
+                f"optimizer_config: {asked.type}; this server trains by {ours.name}, as "
+                "its YAML says. Leave it out, or name that one."
             )
         return f"{self.session_id}:train:{self.model_seq_id}"
 
@@ -227,14 +234,14 @@ ANSWERED: dict[str, tuple[type[Message] | None, Callable[..., dict[str, Any]]]] 
 def _create(service: AdapterService, asked: _Create, _: int | None) -> Ticket:
     lora = asked.lora_config
     kinds = [kind for kind in KINDS if getattr(lora, f"train_{kind}")]
-    model = asked.id_on(service.base_model)
+    model = asked.id_on(service)
     ticket = service.create(model, lora.rank, kinds, lora.seed)
     service.states.describe(model, asked.user_metadata)
     return ticket
 
 
 def _create_from(service: AdapterService, asked: _CreateFrom, _: int | None) -> Ticket:
-    model = asked.id_on(service.base_model)
+    model = asked.id_on(service)
     ticket = service.create_from(model, asked.path, asked.optimizer)
     service.states.describe(model, asked.user_metadata)
     return ticket
