@@ -456,6 +456,14 @@ def called_otherwise(path: Path) -> dict[str, Any]:
             told["used"] = served.turns.used_bytes
             large = {**body, "seq_id": 60, "forward_input": {"data": wire(1) * 4000}}
             told["large"] = client.post("/api/v1/forward", json=large).status_code
+            row = _row([5] * 3000, [], [])
+            empty = {"shape": [3000, 64], "sparse_crow_indices": [0] * 3001}
+            for values in row["loss_fn_inputs"].values():
+                values |= {**empty, "sparse_col_indices": []}
+            given = {"data": [row], "loss_fn": "cross_entropy"}
+            sparse = {"model_id": "a", "seq_id": 61, "forward_input": given}
+            answer = client.post("/api/v1/forward", json=sparse)
+            told["sparse"] = answer.status_code, answer.text
             lines.clear()
             update = {"model_id": "a", "seq_id": 1, "adam_params": {}}
             client.post("/api/v1/optim_step", json=update)

@@ -100,6 +100,7 @@ def test_a_client_trains_on_four_bits(
     tmp_path: Path, client: Callable[[str], Path]
 ) -> None:
     keys = {"adapter": "qlora", "load_in_4bit": True, "bf16": True}
+    keys |= {"optimizer": "adamw_bnb_8bit"}
     path = call(service_jobs.config_of, tmp_path, keys, at=tmp_path)
     with server(path) as address:
         told = train_with(client("0.38.0"), address)
@@ -217,6 +218,7 @@ def test_who_calls_and_how_much_is_checked(served: Path) -> None:
     assert accepted > 3 and refused > 3 and told["used"] < 1 << 20, told
     assert told["retry"][0] == "1" and "--request-memory" in told["retry"][1]
     assert told["large"] == 413 and told["left"] == 0
+    assert told["sparse"][0] == 413 and "2,329,536 bytes" in told["sparse"][1]
     status, lines = told["polled"]
     assert status == 200 and "/optim_step 200" in lines and "retrieve" not in lines
 

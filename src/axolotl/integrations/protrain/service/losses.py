@@ -90,7 +90,7 @@ LOSSES = {
 }
 TARGETS = "target_tokens"
 MOST_TARGETS = 64
-"""Most candidates for a token: a body that lists few of them is counted as what they take."""
+"""Most candidates for a token."""
 
 
 def checked_settings(loss_fn: str, given: Mapping[str, object]) -> Settings:

@@ -7,7 +7,7 @@ compiler is needed; unknown fields are skipped, as protobuf does.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -22,6 +22,8 @@ from .losses import MOST_TARGETS, TARGETS, Datum
 
 MOST_ROWS = 1 << 16
 """Most rows of one request."""
+_MOST_DENSE = 1 << 24
+"""Most values of a tensor whose zeros a client leaves out."""
 _FIELD = descriptor_pb2.FieldDescriptorProto
 _PACKAGE = "axolotl_protrain.tinker"
 _TABLE = """
@@ -115,15 +117,15 @@ def settings_of(request: Any) -> dict[str, Any]:
     return {**request.loss_fn_config, **values}
 
 
-def data_of(request: Any) -> list[Datum]:
-    """Read the rows of a request.
+def data_of(request: Any) -> Iterator[Datum]:
+    """Read the rows of a request, one after another.
 
     Raises:
         RequestError: Too many, or something other than text and plain tensors is in one.
     """
     if len(request.data) > MOST_ROWS:
         raise RequestError(f"data: {len(request.data)} rows; at most {MOST_ROWS}.")
-    return [_datum(number, message) for number, message in enumerate(request.data)]
+    yield from (_datum(number, message) for number, message in enumerate(request.data))
 
 
 def _datum(number: int, message: Any) -> Datum:
@@ -177,10 +179,11 @@ def shaped(
     values = values.to(wanted)
     if indices is not None:
         # a few bytes could ask for very many zeros
-        if len(shape) != 2 or shape[0] != length or not 0 < shape[1] <= MOST_TARGETS:
+        fits = len(shape) == 2 and shape[0] == length and 0 < shape[1] <= MOST_TARGETS
+        if not fits or math.prod(shape) > _MOST_DENSE:
             raise RequestError(
                 f"{what} is sparse, of shape {shape}; allowed is [{length}, K], K from 1 "
-                f"to {MOST_TARGETS}."
+                f"to {MOST_TARGETS}, of at most {_MOST_DENSE:,} values."
             )
         return densified(what, values, shape, indices)
     whole = len(shape) in (1, 2) and min(shape) >= 0

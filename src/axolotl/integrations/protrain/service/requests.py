@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -85,7 +85,8 @@ class _New(SessionMessage):
                 f"base_model: {self.base_model}; this server has {base}."
             )
         asked = self.optimizer_config
-        if asked is not None and asked.type not in (ours.name, ours.family):
+        # newer clients say adamw where their user has said nothing
+        if asked is not None and asked.type not in ("adamw", ours.name, ours.family):
             raise RequestError(
                 f"optimizer_config: {asked.type}; this server trains by {ours.name}, as "
                 "its YAML says. Leave it out, or name that one."
@@ -250,17 +251,24 @@ def _create_from(service: AdapterService, asked: _CreateFrom, _: int | None) -> 
 def _pass(
     service: AdapterService, asked: Any, number: int | None, forward_only: bool = False
 ) -> Ticket:
-    data: list[Datum]
+    rows: Iterator[Datum]
     if isinstance(asked, _Pass):
         given = asked.forward_backward_input or asked.forward_input
         if given is None:
             raise RequestError("forward_backward_input is missing.")
-        data = [datum.read(row) for row, datum in enumerate(given.data)]
+        rows = (datum.read(row) for row, datum in enumerate(given.data))
         settings, loss_fn = given.loss_fn_config, given.loss_fn
         only = asked.forward_backward_input is None
     else:
-        data, settings = data_of(asked), settings_of(asked)
+        rows, settings = data_of(asked), settings_of(asked)
         loss_fn, only = asked.loss_fn, asked.forward_only
+    data, nbytes = [], 0
+    for datum in rows:
+        data.append(datum)
+        nbytes += datum.nbytes
+        if nbytes > service.turns.most_bytes:
+            # no room ever: it says so before all zeros of sparse ones are made
+            service.turns.reserve(nbytes)
     only, ask = only or forward_only, service.forward_backward
     return ask(asked.model_id, data, loss_fn, settings, number, only)
 
