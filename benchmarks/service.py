@@ -88,8 +88,8 @@ def base(root: Path, width: int, rank: int) -> dict[str, Any]:
 def served(path: Path) -> dict[str, float]:
     """Milliseconds of what a service does."""
     from axolotl.integrations.protrain.service.engine import AdapterService
-    from axolotl.integrations.protrain.service.live import AdamParams
     from axolotl.integrations.protrain.service.losses import Datum
+    from axolotl.integrations.protrain.service.optimizers import AdamParams
 
     tokens = torch.arange(LENGTH) % 250
     weights = torch.full((LENGTH,), 1 / LENGTH)

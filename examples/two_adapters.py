@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from axolotl.integrations.protrain.service.engine import AdapterService
-from axolotl.integrations.protrain.service.live import AdamParams
 from axolotl.integrations.protrain.service.losses import Datum
+from axolotl.integrations.protrain.service.optimizers import AdamParams
 
 STEPS, LENGTH = 8, 32
 

@@ -267,6 +267,10 @@ def misused(path: Path) -> dict[str, Any]:
         lora = {"rank": 4, "alpha": 8}
         asked = {"session_id": "s", "model_seq_id": 0, "base_model": BASE}
         post("alpha", "create_model", json={**asked, "lora_config": lora})
+        asked |= {"lora_config": {"rank": 4}, "optimizer_config": {"type": "dimuon"}}
+        post("optimizer", "create_model", json=asked)
+        asked["optimizer_config"] = {"type": "adamw"}
+        post("AdamW", "create_model", json=asked)
         body, zstd = as_protobuf("a", 1), {**PROTOBUF, "content-encoding": "zstd"}
         packed = zstandard.ZstdCompressor().compress(body)
         for what, cut in (("cut", packed[:-9]), ("two", packed * 2)):
@@ -322,6 +326,15 @@ def _row(tokens: list[Any], targets: list[Any], weights: list[Any]) -> dict[str,
     return {"model_input": {"chunks": chunks}, "loss_fn_inputs": inputs}
 
 
+def _shaped(shape: list[int], *indices: list[int]) -> dict[str, Any]:
+    """A row of one token whose weights have a shape, and indices of CSR."""
+    row = _row([5], [5], [1])
+    names = ("sparse_crow_indices", "sparse_col_indices")
+    more = dict(zip(names, indices, strict=False))
+    row["loss_fn_inputs"]["weights"] |= {"shape": shape, **more}
+    return row
+
+
 NUMBERS: dict[str, Any] = {
     "beyond 64 bits": _row([2**70], [5], [1]),
     "at 64 bits": _row([2**63], [5], [1]),
@@ -345,6 +358,12 @@ NUMBERS: dict[str, Any] = {
     | {
         "loss_fn_inputs": {"weights": {"data": [1], "dtype": "int64", "shape": [2**70]}}
     },
+    "a negative shape": _shaped([-1, -1]),
+    "three dimensions": _shaped([1, 1, 1]),
+    "more rows": _shaped([2, 1], [0, 0, 1], [0]),
+    "a wide sparse one": _shaped([1, 2**40], [0, 1], [0]),
+    "no CSR": _shaped([1, 2], [0, 5], [0]),
+    "indices beyond 64 bits": _shaped([1, 2], [0, 2**70], [0]),
 }
 """Rows of a request that cannot be, or more of it."""
 
@@ -437,6 +456,14 @@ def called_otherwise(path: Path) -> dict[str, Any]:
             told["used"] = served.turns.used_bytes
             large = {**body, "seq_id": 60, "forward_input": {"data": wire(1) * 4000}}
             told["large"] = client.post("/api/v1/forward", json=large).status_code
+            row = _row([5] * 3000, [], [])
+            empty = {"shape": [3000, 64], "sparse_crow_indices": [0] * 3001}
+            for values in row["loss_fn_inputs"].values():
+                values |= {**empty, "sparse_col_indices": []}
+            given = {"data": [row], "loss_fn": "cross_entropy"}
+            sparse = {"model_id": "a", "seq_id": 61, "forward_input": given}
+            answer = client.post("/api/v1/forward", json=sparse)
+            told["sparse"] = answer.status_code, answer.text
             lines.clear()
             update = {"model_id": "a", "seq_id": 1, "adam_params": {}}
             client.post("/api/v1/optim_step", json=update)

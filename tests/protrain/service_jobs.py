@@ -22,7 +22,8 @@ from recording_plugin import BATCHES_FILE
 from safetensors.torch import load_file, save_file
 from tiny_models import VOCABULARY, build_inputs, build_model, model_path
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, pad
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from axolotl.integrations.protrain.core.errors import ProTrainError
 from axolotl.integrations.protrain.service.adapters import (
@@ -33,8 +34,8 @@ from axolotl.integrations.protrain.service.adapters import (
 )
 from axolotl.integrations.protrain.service.base import read
 from axolotl.integrations.protrain.service.engine import AdapterService
-from axolotl.integrations.protrain.service.live import AdamParams
 from axolotl.integrations.protrain.service.losses import Datum
+from axolotl.integrations.protrain.service.optimizers import AdamParams
 from axolotl.integrations.protrain.versions import DRAWS_BY_NAME
 
 SERVED: dict[str, Any] = {
@@ -99,9 +100,28 @@ def rows(seed: int, count: int = 3) -> list[Datum]:
     return data
 
 
+def soft_rows(seed: int, count: int = 4, candidates: int = 5) -> list[Datum]:
+    """`rows` with several targets for each token, as a teacher would weigh them; some tokens
+    have none."""
+    draws, found = torch.Generator().manual_seed(seed), []
+    for datum in rows(seed, count):
+        logits = torch.randn(datum.tokens.numel(), VOCABULARY, generator=draws)
+        best = logits.softmax(-1).topk(candidates)
+        weights = best.values / best.values.sum(-1, True) / datum.tokens.numel()
+        weights[0] = 0
+        inputs = {"target_tokens": best.indices, "weights": weights}
+        found.append(Datum(datum.tokens, inputs))
+    return found
+
+
 def saved(of: AdapterService, model: str, name: str = "now") -> Saved:
     """All that a save of an adapter writes."""
-    folder = folder_of(of.folder, of.save(model, name).result())
+    return saved_at(of, of.save(model, name).result())
+
+
+def saved_at(of: AdapterService, path: str) -> Saved:
+    """All of a state."""
+    folder = folder_of(of.folder, path)
     return {**load_file(folder / WEIGHTS), **load_file(folder / REST)}
 
 
@@ -112,7 +132,11 @@ def train_as(job: Path, history: list[Mapping[str, float]], path: str) -> Any:
     keys = yaml.safe_load(Path(path).read_text())
     steps, losses = keys["gradient_accumulation_steps"], []
     batches = torch.load(job / "out" / BATCHES_FILE, weights_only=True)
-    adam = {"beta2": 0.999, "eps": 1e-8, "grad_clip_norm": 1.0}
+    adam, kind = {"grad_clip_norm": 1.0}, keys["optimizer"].removeprefix("paged_")
+    if kind.startswith(("adam", "adem", "lion")):
+        adam["beta2"] = 0.999
+    if kind.startswith(("adam", "adem")):
+        adam["eps"] = 1e-8
     with service(Path(path)) as served:
         # of the YAML, or that of the plugin which seeds the process
         seed = keys["seed"] if DRAWS_BY_NAME else 11
@@ -296,6 +320,25 @@ def short_of_memory(path: Path) -> tuple[list[str], list[bool], list[int]]:
     return errors, equal, notches
 
 
+def update_short_of_memory(path: Path) -> tuple[str, list[str]]:
+    """Why an update that runs out of memory is refused, after it has changed weights, and
+    what differs then from before the gradients came."""
+
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("Tried to allocate 1024 bytes.")
+
+    with service(path) as served:
+        create(served, "b")
+        for asked in step(served, "b", 0):
+            asked.result()
+        before = saved(served, "b")
+        served.forward_backward("b", rows(1)).result()
+        hook = register_optimizer_step_post_hook(fail)
+        told = _refusal(partial(served.optim_step, "b", ADAM))
+        hook.remove()
+        return told, _differing(saved(served, "b"), before)
+
+
 def not_finite(path: Path) -> tuple[str, bool]:
     """Why a pass whose loss overflows is refused, and whether what it was refused over
     is as it was."""
@@ -374,6 +417,140 @@ def exported(path: Path) -> dict[str, list[float]]:
     return {"padded": differences(2, 64), "alone": differences(1, None)}
 
 
+def softened(path: Path) -> dict[str, Any]:
+    """What differs between one target a token and one candidate, and between rows of
+    unlike numbers of candidates and the same ones filled up with a weight of 0; why
+    candidates that cannot be are refused."""
+    hard, soft = rows(4), [_with(datum, 1) for datum in rows(4)]
+    few, many = soft_rows(5, 3), [_with(datum, 9) for datum in soft_rows(5, 3)]
+    few[0] = _with(few[0], 2)
+    many[0] = _with(few[0], 9)
+    few[2], many[2] = rows(6, 1)[0], _with(rows(6, 1)[0], 9)
+    found: dict[str, Any] = {}
+    with service(path) as served:
+        states = []
+        for name, data in {
+            "hard": hard,
+            "soft": soft,
+            "few": few,
+            "many": many,
+        }.items():
+            served.create(name, 8, seed=1)
+            loss, logprobs = served.forward_backward(name, data).result()
+            shapes = [row.shape for row in logprobs]
+            assert shapes == [datum.inputs["weights"].shape for datum in data]
+            states.append((loss, logprobs, saved(served, name)))
+        one, other, few_, many_ = states
+        found["losses"] = one[0], other[0]
+        pairs = zip(one[1], other[1], strict=True)
+        found["logprobs"] = [a.equal(b.flatten()) for a, b in pairs]
+        pairs = zip(few_[1], many_[1], strict=True)
+        found["of few"] = [
+            a.view(len(a), -1).equal(b[:, : a[0].numel()]) for a, b in pairs
+        ]
+        found["differing"] = _differing(one[2], other[2])
+        found["of few, differing"] = _differing(few_[2], many_[2])
+        tokens, inputs = few[1].tokens, few[1].inputs
+        wide = {name: values.repeat(1, 20) for name, values in inputs.items()}
+        flat = {**inputs, "weights": inputs["weights"][:, 0]}
+        rest = {"logprobs": inputs["weights"], "advantages": inputs["weights"]}
+        sampled = {"target_tokens": inputs["target_tokens"], **rest}
+        for what, given, loss in (
+            ("wide", wide, "cross_entropy"),
+            ("flat", flat, "cross_entropy"),
+            ("none", {k: v[:, :0] for k, v in inputs.items()}, "cross_entropy"),
+            ("sampled", sampled, "ppo"),
+        ):
+            datum = Datum(tokens, given)
+            found[what] = _refusal(
+                partial(served.forward_backward, "few", [datum], loss)
+            )
+    return found
+
+
+def _with(datum: Datum, candidates: int) -> Datum:
+    """A row with so many candidates, of which those that it has not have a weight of 0."""
+    inputs = {}
+    for name, values in datum.inputs.items():
+        values = values.view(len(values), -1)[:, :candidates]
+        inputs[name] = pad(values, (0, candidates - values.shape[1]))
+    return Datum(datum.tokens, inputs)
+
+
+def distilled(path: Path) -> dict[str, Any]:
+    """Train by soft targets, and in plain PEFT from the same beginning; losses of both, and
+    what differs in the end."""
+    batches = [soft_rows(seed) for seed in range(3)]
+    with service(path) as served:
+        served.create("s", 8, seed=1)
+        begin = served.save("s", "begin", whole=False).result()
+        losses = []
+        for data in batches:
+            losses.append(served.forward_backward("s", data).result()[0])
+            served.optim_step("s", ADAM).result()
+        weights = saved(served, "s")
+        folder = folder_of(served.folder, begin)
+    wanted, plain = plainly_distilled(path, folder, batches)
+    differing = [name for name in plain if not plain[name].equal(weights[name])]
+    return {"losses": losses, "plain": wanted, "differing": differing}
+
+
+def as_distilled(path: Path, told: Mapping[str, Any]) -> list[Any]:
+    """Losses of plain PEFT on a client's rows, from where its student began, and what
+    differs from where that ended."""
+    data = []
+    for tokens, *both in told["rows"]:
+        targets, weights = map(torch.tensor, both)
+        inputs = {"target_tokens": targets, "weights": weights}
+        data.append(Datum(torch.tensor(tokens), inputs))
+    begin, end = (folder_of(Path("state"), told[at]) for at in ("begin", "end"))
+    losses, plain = plainly_distilled(path, begin, [data] * len(told["losses"]))
+    found = load_file(end / WEIGHTS)
+    return [losses, [name for name in plain if not plain[name].equal(found[name])]]
+
+
+def plainly_distilled(
+    path: Path, folder: Path, batches: list[list[Datum]]
+) -> tuple[list[float], Saved]:
+    """Losses and weights of an adapter that plain PEFT trains by soft targets, in rows that
+    are padded as the service pads them."""
+    from peft import PeftModel, get_peft_model_state_dict
+    from transformers import AutoModelForCausalLM
+
+    base = yaml.safe_load(path.read_text())["base_model"]
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model = PeftModel.from_pretrained(plain, folder, is_trainable=True).eval()
+    params = [param for param in model.parameters() if param.requires_grad]
+    adam = (ADAM.beta1, ADAM.beta2), ADAM.eps, ADAM.weight_decay
+    optimizer = torch.optim.AdamW(params, ADAM.learning_rate, *adam, fused=True)
+    losses = []
+    for data in batches:
+        total = 0.0
+        for first in range(0, len(data), 2):
+            some = data[first : first + 2]
+            ends = [datum.tokens.numel() for datum in some]
+            candidates = max(datum.inputs["weights"].shape[1] for datum in some)
+            tokens, mask = torch.zeros(2, len(some), 64, dtype=torch.int64)
+            targets = torch.zeros(len(some), 64, candidates, dtype=torch.int64)
+            weights = torch.zeros(targets.shape)
+            for row, (datum, end) in enumerate(zip(some, ends, strict=True)):
+                tokens[row, :end], mask[row, : end + 1] = datum.tokens, 1
+                few = datum.inputs["weights"].shape[1]
+                targets[row, :end, :few] = datum.inputs["target_tokens"]
+                weights[row, :end, :few] = datum.inputs["weights"]
+            logits = model(input_ids=tokens, attention_mask=mask).logits
+            logprobs = logits.log_softmax(-1).gather(-1, targets)
+            loss = -(weights * logprobs).sum()
+            loss.backward()
+            total += float(loss.detach())
+        torch.nn.utils.clip_grad_norm_(params, ADAM.grad_clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    ours = get_peft_model_state_dict(model, save_embedding_layers=False)
+    return losses, {name: weight.detach() for name, weight in ours.items()}
+
+
 def save_for_ever(path: Path, told: Path) -> None:
     """Train two adapters in turns and save each step, until killed."""
     with service(path, adapter_bytes=1 << 19) as served, told.open("w") as log:
@@ -408,6 +585,113 @@ def resumed(path: Path, last: Mapping[str, int]) -> list[str]:
                 if not torch.equal(found[key], tensor)
             ]
     return differing
+
+
+def optimized(path: Path) -> dict[str, Any]:
+    """Adapters that the optimizer of a YAML trains: what differs between one in turns with
+    others, which has been on the disk, and alone; and where it goes on from a save."""
+    adam = AdamParams(learning_rate=0.01, weight_decay=0.1)
+    found: dict[str, Any] = {}
+    rank = yaml.safe_load(path.read_text())["lora_r"]
+
+    def made(name: str) -> int:
+        served.create(name, rank, SPECS[name[0]][1], seed=1).result()
+        return served.store.layouts[name].nbytes
+
+    def train(name: str, like: str, numbers: range) -> None:
+        for number in numbers:
+            served.forward_backward(name, rows(10 * number + ord(like))).result()
+            served.optim_step(name, adam).result()
+
+    with service(path) as served:
+        nbytes = made("b")
+    with service(path, adapter_bytes=nbytes * 3 // 2) as served:
+        for name in "bch":
+            made(name)
+        for number in range(3):
+            for name in "bch":
+                train(name, name, range(number, number + 1))
+            if number == 0:
+                at = served.save("b", "first").result()
+        found["away"] = sum(not a["on_host"] for a in served.status()["adapters"])
+        turned = saved(served, "b")
+        made("b-alone")
+        train("b-alone", "b", range(3))
+        served.create_from("b-again", at, with_optimizer=True).result()
+        train("b-again", "b", range(1, 3))
+        for name in ("b-alone", "b-again"):
+            found[name] = _differing(saved(served, name), turned)
+        found["dtypes"] = sorted({str(one.dtype) for one in turned.values()})
+    return found
+
+
+def of_another_optimizer(path: Path, other: Path) -> dict[str, str]:
+    """Why a state of AdamW is refused by a server of another optimizer, with its own
+    optimizer and without, and so on."""
+    with service(path) as served:
+        create(served, "b")
+        for asked in step(served, "b", 0):
+            asked.result()
+        at = served.save("b", "adamw").result()
+        about = folder_of(served.folder, at) / ABOUT
+    words = json.loads(about.read_text())
+    assert words.pop("optimizer") == "adamw"
+    # as earlier versions wrote it
+    about.write_text(json.dumps(words))
+    told = {}
+    with service(path) as served:
+        told["earlier"] = _refusal(partial(served.create_from, "a", at, True))
+    with service(other) as served:
+        told["its own"] = _refusal(partial(served.create_from, "n", at, True))
+        told["without"] = _refusal(partial(served.create_from, "o", at, False))
+        for key, value in (("beta1", 0.8), ("beta2", 0.99), ("eps", 1e-8)):
+            adam = AdamParams(**{key: value})
+            told[key] = _refusal(partial(served.optim_step, "o", adam))
+        served.forward_backward("o", rows(1)).result()
+        told["step"] = _refusal(partial(served.optim_step, "o", AdamParams()))
+        told["status"] = served.status()["optimizer"]
+    return told
+
+
+def loaded(path: Path) -> dict[str, list[str]]:
+    """Load a state into a model that has gone on from it, with requests before and behind
+    it in the queue and gradients of before that wait: what differs from a model that was
+    created from the state; and after a load that is refused."""
+    found: dict[str, Any] = {}
+    with service(path, adapter_bytes=1 << 19) as served:
+        create(served, "b")
+        for asked in step(served, "b", 0):
+            asked.result()
+        served.forward_backward("b", rows(7)).result()
+        at = served.save("b", "kept").result()
+        create(served, "c")
+        for whole in (True, False):
+            asked = [*step(served, "b", 1), served.forward_backward("b", rows(8))]
+            asked.append(served.load("b", at, with_optimizer=whole))
+            asked += step(served, "b", 2)
+            assert served.save("b", "then").result() and all(a.done() for a in asked)
+            assert served.load("b", at, with_optimizer=whole).result() == at
+            asked = [*step(served, "b", 2), *step(served, "c", 0)]
+            new = f"b-new-{whole}"
+            served.create_from(new, at, with_optimizer=whole)
+            asked += step(served, new, 2)
+            for one in asked:
+                one.result()
+            wanted = saved(served, new)
+            found[f"optimizer: {whole}"] = [
+                *_differing(saved(served, "b"), wanted),
+                *_differing(saved_at(served, "tinker://b/weights/then"), wanted),
+            ]
+        served.forward_backward("b", rows(8)).result()
+        before = saved(served, "b")
+        other = served.save("c", "other").result()
+        wrong = {"none": "tinker://b/weights/none", "rank": other, "path": "x"}
+        for what, at in wrong.items():
+            found[what] = [_refusal(partial(served.load, "b", at, True))]
+        found["refused"] = _differing(saved(served, "b"), before)
+        # some had to leave
+        assert not all(one["on_host"] for one in served.status()["adapters"])
+    return found
 
 
 def config_of(root: Path, settings: Mapping[str, Any]) -> Path:
@@ -555,7 +839,13 @@ DERIVED: dict[str, tuple[dict[str, Any], str]] = {
     "dpo": ({"rl": "dpo", "rl_beta": 0.1, "sample_packing": True}, ""),
     "grpo": ({"rl": "grpo", "trl": {"num_generations": 3}}, ""),
     "ReLoRA": ({"relora": True, "relora_prune_ratio": 0.5}, ""),
-    "optimizer": ({"optimizer": "lomo", "lr_groups": [], "adam_beta2": 0.9}, ""),
+    "optimizer": ({"optimizer": "sgd", "lr_groups": [], "adam_beta2": 0.9}, ""),
+    "lomo": ({"optimizer": "lomo"}, "optimizer: lomo updates weights inside of"),
+    "slip": ({"optimizer": "adam_w"}, "optimizer: adam_w has not been tried"),
+    "arguments": (
+        {"optimizer": "sgd", "optim_args": "momentum=-1"},
+        "optimizer: sgd cannot be made here: Invalid momentum value: -1.0",
+    ),
     "logs": ({"use_wandb": True, "wandb_watch": "all", "use_mlflow": False}, ""),
     "offloading": (
         {"activation_offloading": True, "gradient_checkpointing": "offload"},
@@ -593,7 +883,7 @@ def derived(path: Path) -> dict[str, str]:
     for name, (keys, _) in DERIVED.items():
         path.write_text(yaml.safe_dump({**ordinary, **keys}))
         try:
-            _, cfg, unused = read(path)
+            _, cfg, unused, _ = read(path)
         except ProTrainError as error:
             found[name] = str(error)
         else:

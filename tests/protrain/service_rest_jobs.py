@@ -20,7 +20,7 @@ from service_jobs import ADAM, create, rows, service, step
 from starlette.testclient import TestClient
 
 from axolotl.integrations.protrain.service import states
-from axolotl.integrations.protrain.service.adapters import WEIGHTS, folder_of
+from axolotl.integrations.protrain.service.adapters import EXTERNAL, WEIGHTS, folder_of
 from axolotl.integrations.protrain.service.downloads import ARCHIVE, sent
 from axolotl.integrations.protrain.service.http import app_of
 from axolotl.integrations.protrain.service.sampling import SamplingParams
@@ -141,6 +141,29 @@ def abused(path: Path) -> dict[str, Any]:
 
 async def _all(answer: Any) -> int:
     return sum([len(piece) async for piece in answer.body_iterator])
+
+
+def as_models(path: Path) -> dict[str, Any]:
+    """What OpenAI's clients are told of states of each kind, beside one that is deleted and
+    one that is damaged: ids, and the status of a completion by each."""
+    with service(path) as served:
+        create(served, "a")
+        for name in ("x", "gone", "damaged"):
+            served.save("a", name).result()
+        served.save("a", "s", whole=False).result()
+        served.save("a", "e", whole=False, kept=states.Kept(kind=EXTERNAL)).result()
+        (served.folder / "a/weights/damaged/state.json").write_text("{")
+        served.states.delete("tinker://a/weights/gone")
+        with TestClient(app_of(served, None), HERE) as ask:
+            listed = ask.get("/v1/models").json()["data"]
+            ids, answers = [one["id"] for one in listed], {}
+            for model in ids:
+                body = {"model": model, "prompt": [5, 6], "max_tokens": 1}
+                answers[model] = ask.post("/v1/completions", json=body).status_code
+            each = (ids[-1], "tinker://a/weights/damaged")
+            retrieved = [ask.get(f"/v1/models/{one}").status_code for one in each]
+    found = {"listed": ids, "answers": answers, "retrieved": retrieved}
+    return {**found, "created": listed[-1]["created"]}
 
 
 def in_use(path: Path) -> dict[str, Any]:

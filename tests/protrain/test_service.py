@@ -35,7 +35,7 @@ RECORDED = {
     "gradient_accumulation_steps": 2,
 }
 PLAINLY = {"plugins": [*RECORDED["plugins"], "fp8_plugin.Fp8Plugin"]}
-QUICK = ("bf16", "packed")
+QUICK = ("bf16", "packed", "adafactor", "adamw_bnb_8bit")
 LIKE = {
     "llama": job("llama", LORA, RECORDED),
     "bf16": job("llama", LORA, RECORDED, {"bf16": True}),
@@ -45,6 +45,22 @@ LIKE = {
     "4 bits": job("llama", LORA, RECORDED, {"adapter": "qlora", "load_in_4bit": True}),
     # the plain run has it unpacked
     "packed": job("qwen3-fp8", LORA, RECORDED, FP8, PLAINLY),
+}
+# bitsandbytes keeps state of small weights in 32 bits
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    **{name: {"lora_r": 64} for name in ("adamw_bnb_8bit", "lion_8bit")},
+    **{name: {"lora_r": 64} for name in ("ademamix_8bit", "rmsprop_bnb_8bit")},
+    "ademamix": {"optim_args": {"beta3": 0.99, "alpha": 2.0}},
+    "sgd": {"optim_args": "momentum=0.9"},
+    "rmsprop": {"optim_args": {"momentum": 0.5, "centered": True}},
+    **dict.fromkeys(
+        "adamw_torch paged_adamw_32bit lion_32bit rmsprop_bnb adafactor adagrad".split(),
+        {},
+    ),
+}
+LIKE |= {
+    name: job("llama", LORA, RECORDED, {"optimizer": name, **keys})
+    for name, keys in OPTIMIZERS.items()
 }
 
 
@@ -73,6 +89,41 @@ def test_an_adapter_is_that_of_axolotl_train(run: Run, like: Job) -> None:
     assert [norm for _, norm in losses] == pytest.approx(wanted, rel=1e-6)
     for name, tensor in plain.weights.items():
         assert torch.equal(weights[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.full)
+        for name in OPTIMIZERS
+    ],
+)
+def test_state_of_an_optimizer_moves_and_is_saved(tmp_path: Path, name: str) -> None:
+    """A part of the state that a switch, the disk or a save forgets, or a count that begins
+    anew, is another number in the next step."""
+    keys = {"optimizer": name, **OPTIMIZERS[name]}
+    path = call(service_jobs.config_of, tmp_path, keys, at=tmp_path)
+    found = call(service_jobs.optimized, path, at=tmp_path)
+    assert not found["b-alone"] and not found["b-again"], found
+    assert found["away"]
+    assert ("torch.uint8" in found["dtypes"]) is ("8bit" in name)
+
+
+def test_a_state_goes_on_by_its_own_optimizer(tmp_path: Path) -> None:
+    """Moments that mean something else, or settings that nobody reads, would be taken in
+    silence."""
+    path = call(service_jobs.config, tmp_path, at=tmp_path)
+    other = tmp_path / "other.yaml"
+    keys = {**yaml.safe_load(path.read_text()), "optimizer": "adafactor"}
+    other.write_text(yaml.safe_dump({**keys, "output_dir": "other"}))
+    told = call(service_jobs.of_another_optimizer, path, other, at=tmp_path)
+    assert (
+        "has a state of adamw, and this server trains by adafactor" in told["its own"]
+    )
+    assert not told["earlier"] and not told["without"] and not told["step"], told
+    for key in ("beta1", "beta2", "eps"):
+        assert f"adam_params.{key}: adafactor, the optimizer of" in told[key], key
+    assert told["status"] == "adafactor"
 
 
 def test_a_base_on_the_disk_serves_as_one_in_memory(tmp_path: Path) -> None:
@@ -132,6 +183,15 @@ def test_a_pass_that_runs_out_of_memory_leaves_no_trace(served: Path) -> None:
     assert all(equal) and notches[:2] == [0, 1]
 
 
+def test_an_update_that_runs_out_of_memory_leaves_no_trace(served: Path) -> None:
+    """Half of it would stay on the device, and go to the host with the next switch."""
+    told, differing = call(
+        service_jobs.update_short_of_memory, served, at=served.parent
+    )
+    assert "no room for an update: Tried to allocate 1024 bytes. Its gradients" in told
+    assert not differing
+
+
 def test_a_loss_that_is_not_finite_is_refused(served: Path) -> None:
     """Its gradients would be NaN in every weight, and JSON has no word for it."""
     error, same = call(service_jobs.not_finite, served, at=served.parent)
@@ -145,12 +205,39 @@ def test_an_id_that_comes_again_is_a_new_model(served: Path) -> None:
     assert lacking == "model_id: b could not be created."
 
 
+def test_a_model_may_load_at_any_time(served: Path) -> None:
+    """Gradients of before, moments or a step that stay, or a request that overtakes the
+    load, would be another model than one that is created from the state."""
+    found = call(service_jobs.loaded, served, at=served.parent)
+    assert not any(found[f"optimizer: {whole}"] for whole in (True, False)), found
+    assert "there is no state" in found["none"][0] and not found["refused"]
+    assert "Create a model from the state instead" in found["rank"][0]
+
+
 def test_an_export_is_an_adapter_of_peft(served: Path) -> None:
     """Other names, scale or layers in adapter_config.json would give other logits. Rows of
     other shapes do, too, in the last bits: products sum up in another order."""
     found = call(service_jobs.exported, served, at=served.parent)
     assert not any(found["padded"]), found
     assert max(found["alone"]) < 1e-6, found
+
+
+def test_one_candidate_is_one_target(served: Path) -> None:
+    """Soft targets go another way through the logits; filled up to the widest row of a
+    micro-batch they would count what nobody weighs."""
+    found = call(service_jobs.softened, served, at=served.parent)
+    assert found["losses"][0] == found["losses"][1]
+    assert all(found["logprobs"]) and all(found["of few"])
+    assert not found["differing"] and not found["of few, differing"]
+    for what in ("wide", "flat", "none"):
+        assert "or (tokens, K) of all, K from 1 to 64" in found[what], what
+    assert found["sampled"].endswith("allowed is one value a token, (12,)")
+
+
+def test_soft_targets_teach_as_in_plain_peft(served: Path) -> None:
+    """Weights that meet another token, or one that is padding, would be another loss."""
+    found = call(service_jobs.distilled, served, at=served.parent)
+    assert found["losses"] == found["plain"] and not found["differing"], found
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.full)])
@@ -189,7 +276,7 @@ def test_an_ordinary_yaml_serves(derived: dict[str, str], name: str) -> None:
         assert refused in told and "\n" not in told, told
     else:
         # what means something to a service
-        means = {"load_in_8bit", "lora_qkv_kernel", "chat_template"}
+        means = {"optimizer", "load_in_8bit", "lora_qkv_kernel", "chat_template"}
         assert {*told.split()} <= means & {*keys}, told
 
 

@@ -43,16 +43,18 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return install
 
 
-def train_with(client: Path, address: str) -> dict[str, Any]:
+def train_with(
+    client: Path, address: str, script: str = "tinker_client.py"
+) -> dict[str, Any]:
     given = {"TINKER_BASE_URL": address, "TINKER_API_KEY": "tml-test"}
-    return by_client("tinker_client.py", client, given, service_http_jobs.BASE)
+    return by_client(script, client, given, service_http_jobs.BASE)
 
 
 def check_told(told: dict[str, Any], root: Path) -> None:
     """A model that begins as a saved one goes on as the first did, and so on."""
     assert told["losses"][1] < told["losses"][0]
     assert told["losses"][2:] == pytest.approx([-1.0, -1.0])
-    assert told["ends"][0] == told["ends"][1]
+    assert told["ends"][0] == told["ends"][1] == told["ends"][2]
     assert "token 999" in told["wrong"] and told["rank"] == 4
     model = told["path"].split("/")[2]
     # trained since its last save, and saved when the server was told to stop
@@ -78,10 +80,27 @@ def test_clients_of_tinker_train(served: Path, client: Callable[[str], Path]) ->
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("version", ["0.24.1", "0.38.0"])
+def test_a_client_distils(
+    served: Path, client: Callable[[str], Path], version: str
+) -> None:
+    """Candidates that meet other weights, rows of CSR that are read otherwise and answers
+    of another shape are other losses than plain PEFT has."""
+    with server(served) as address:
+        told = train_with(client(version), address, "tinker_distilling.py")
+    assert told["apart"][-1] < told["apart"][0] / 2, told["apart"]
+    assert told["shapes"] == [[11, 5], [39, 4], [8, 5], [22, 4]] and told["sparse"]
+    job = service_jobs.as_distilled
+    losses, differing = call(job, served, told, at=served.parent)
+    assert told["losses"] == losses and not differing, (losses, differing)
+
+
+@pytest.mark.full
 def test_a_client_trains_on_four_bits(
     tmp_path: Path, client: Callable[[str], Path]
 ) -> None:
     keys = {"adapter": "qlora", "load_in_4bit": True, "bf16": True}
+    keys |= {"optimizer": "adamw_bnb_8bit"}
     path = call(service_jobs.config_of, tmp_path, keys, at=tmp_path)
     with server(path) as address:
         told = train_with(client("0.38.0"), address)
@@ -151,6 +170,8 @@ def test_misuse_of_the_protocol_is_answered(served: Path) -> None:
         "long": (422, "cannot be a name"),
         "token 7.5": (422, "are not integers"),
         "alpha": (422, "lora_config.alpha"),
+        "optimizer": (422, "this server trains by adamw_torch_fused"),
+        "AdamW": (200, "s:train:0:0"),
         "cut": (422, "not one zstd"),
         "two": (422, "not one zstd"),
         "bomb": (413, "the body is more"),
@@ -197,6 +218,7 @@ def test_who_calls_and_how_much_is_checked(served: Path) -> None:
     assert accepted > 3 and refused > 3 and told["used"] < 1 << 20, told
     assert told["retry"][0] == "1" and "--request-memory" in told["retry"][1]
     assert told["large"] == 413 and told["left"] == 0
+    assert told["sparse"][0] == 413 and "2,329,536 bytes" in told["sparse"][1]
     status, lines = told["polled"]
     assert status == 200 and "/optim_step 200" in lines and "retrieve" not in lines
 

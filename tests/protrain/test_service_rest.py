@@ -87,6 +87,18 @@ def test_no_name_leads_out_of_the_folder(tmp_path: Path) -> None:
     assert found["right"] == 200 and found["keyless"] == [401] * 4
 
 
+def test_every_state_is_a_model_of_openai(tmp_path: Path) -> None:
+    """A client that asks for the list would not find what it may sample with, or find what
+    it may not."""
+    path = call(service_jobs.config, tmp_path, at=tmp_path)
+    told = call(service_rest_jobs.as_models, path, at=tmp_path)
+    base, *states = told["listed"]
+    assert base == BASE and [told["answers"][one] for one in states] == [200] * 3
+    kinds = [state.split("/")[3] for state in states]
+    assert kinds == ["external_weights", "sampler_weights", "weights"]
+    assert told["retrieved"] == [200, 404] and told["created"] > 1_700_000_000
+
+
 def test_what_is_used_is_not_deleted(tmp_path: Path) -> None:
     """A load that waits would find nothing, a session sample with other weights or none, a
     download be cut short, and a model that goes on lose what was saved of it last."""

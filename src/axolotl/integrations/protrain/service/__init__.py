@@ -1,7 +1,7 @@
 """One base in memory, many adapters: a training service, in process or over HTTP.
 
 `turns`, `losses` and `adapters` know no model; `base` opens one; `live` shows an adapter in
-it; `passes` are its micro-batches; `engine` makes the steps; `messages` (protobuf), `requests`
+it; `optimizers` update one; `passes` are its micro-batches; `engine` makes the steps; `messages` (protobuf), `requests`
 and `http` are Tinker's protocol.
 
 Samples: `sampling` chooses tokens (`answers` are what comes of it), `decoding` makes their logits, `samples` has the rows that

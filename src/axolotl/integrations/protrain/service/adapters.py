@@ -1,7 +1,7 @@
 """Adapters as values on the host, within a budget, and on the disk.
 
-All that an adapter is lies in one buffer: weights, AdamW's two moments, a count of steps
-for each weight, and at the end gradients that wait for an update. So it moves in one
+All that an adapter is lies in one buffer: weights, the state of their optimizer, a count of
+updates for each, and at the end gradients that wait for an update. So it moves in one
 copy. On the disk it is a folder that PEFT can load, with the rest of the buffer beside
 the weights: safetensors and JSON, whole or absent.
 """
@@ -44,7 +44,8 @@ TRAINING = "weights"
 """And for states that training may go on from."""
 WEIGHTS = "adapter_model.safetensors"
 REST, ABOUT = "optimizer.safetensors", "state.json"
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+ADAMW = "adamw"
+"""The optimizer of states that name none: earlier versions had no other."""
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}"
 _MODEL = r"[A-Za-z0-9][A-Za-z0-9_:-]{0,99}"
 _PATH = re.compile(f"tinker://({_MODEL})/({TRAINING}|{SAMPLERS}|{EXTERNAL})/({_NAME})")
@@ -66,63 +67,54 @@ class AdapterLayout:
 
     Attributes:
         shapes: Of the weights, by the names that PEFT saves them under.
-        dtype: Of weights, moments and gradients.
+        dtype: Of weights and gradients.
+        state: Of the optimizer, beside counts: part, name of the weight, shape and dtype.
     """
 
     spec: AdapterSpec
     shapes: tuple[tuple[str, tuple[int, int]], ...]
     dtype: torch.dtype
+    state: tuple[tuple[str, str, tuple[int, ...], torch.dtype], ...] = ()
 
     @cached_property
-    def _part_bytes(self) -> int:
-        return sum(aligned(self._bytes_of(shape)) for _, shape in self.shapes)
-
-    @property
     def weight_bytes(self) -> int:
         """Bytes of the weights alone, which come first."""
-        return self._part_bytes
+        return sum(aligned(_bytes_of(shape, self.dtype)) for _, shape in self.shapes)
 
-    @property
+    @cached_property
     def kept_bytes(self) -> int:
         """Without gradients, which come last."""
-        return 3 * self._part_bytes + aligned(4 * len(self.shapes))
+        state = sum(aligned(_bytes_of(at, dtype)) for _, _, at, dtype in self.state)
+        return self.weight_bytes + state + aligned(4 * len(self.shapes))
 
     @property
     def nbytes(self) -> int:
         """Bytes of the buffer."""
-        return self.kept_bytes + self._part_bytes
+        return self.kept_bytes + self.weight_bytes
 
     def views(self, buffer: Tensor) -> dict[str, dict[str, Tensor]]:
         """Tensors of a buffer by part and name; `step` are scalars, float32."""
-        starts = {
-            "weight": 0,
-            "exp_avg": self._part_bytes,
-            "exp_avg_sq": 2 * self._part_bytes,
-            "grad": self.kept_bytes,
-        }
-        found = {part: self._part(buffer, start) for part, start in starts.items()}
-        steps = buffer[3 * self._part_bytes :][: 4 * len(self.shapes)]
-        names = (name for name, _ in self.shapes)
-        found["step"] = dict(
-            zip(names, steps.view(torch.float32).unbind(), strict=True)
-        )
+        found: dict[str, dict[str, Tensor]] = {"weight": self.weights(buffer)}
+        found["grad"] = self.weights(buffer[self.kept_bytes :])
+        found["step"], start = {}, self.weight_bytes
+        for part, name, shape, dtype in self.state:
+            nbytes = _bytes_of(shape, dtype)
+            flat = buffer[start : start + nbytes].view(dtype)
+            found.setdefault(part, {})[name] = flat.view(shape)
+            start += aligned(nbytes)
+        steps = buffer[start:][: 4 * len(self.shapes)].view(torch.float32).unbind()
+        for (name, _), step in zip(self.shapes, steps, strict=True):
+            found["step"][name] = step
         return found
 
     def weights(self, buffer: Tensor) -> dict[str, Tensor]:
         """Weights by name, of a buffer that need not have more."""
-        return self._part(buffer, 0)
-
-    def _part(self, buffer: Tensor, start: int) -> dict[str, Tensor]:
-        found = {}
+        found, start = {}, 0
         for name, shape in self.shapes:
-            nbytes = self._bytes_of(shape)
-            flat = buffer[start : start + nbytes].view(self.dtype)
-            found[name] = flat.view(shape)
+            nbytes = _bytes_of(shape, self.dtype)
+            found[name] = buffer[start : start + nbytes].view(self.dtype).view(shape)
             start += aligned(nbytes)
         return found
-
-    def _bytes_of(self, shape: tuple[int, int]) -> int:
-        return math.prod(shape) * self.dtype.itemsize
 
 
 @dataclass
@@ -165,6 +157,7 @@ class AdapterStore:
         layout_of: Of what is on the disk.
         write_config: Writes PEFT's configuration of an adapter into a folder.
         base: What tells the base of these adapters from others, and its `name`.
+        optimizer: What tells states that training can go on from.
     """
 
     def __init__(
@@ -175,10 +168,11 @@ class AdapterStore:
         layout_of: Callable[[AdapterSpec], AdapterLayout],
         write_config: Callable[[AdapterSpec, Path], None],
         base: Mapping[str, str],
+        optimizer: str,
     ) -> None:
         self._folder, self._budget_bytes, self._device = folder, budget_bytes, device
         self._layout_of, self._write_config = layout_of, write_config
-        self._base = base
+        self._base, self._optimizer = base, optimizer
         self._cached: OrderedDict[str, AdapterState] = OrderedDict()
         # nobody links files of a folder that is being renamed
         self._renaming = Lock()
@@ -320,8 +314,8 @@ class AdapterStore:
             self._write_config(state.layout.spec, aside)
             if whole:
                 save_file(_rest(state), aside / REST)
-            spec = asdict(state.layout.spec)
-            about = {"format": 2, "base": {**self._base}, "spec": spec, **(more or {})}
+            about = {"format": 2, "base": {**self._base}, "optimizer": self._optimizer}
+            about |= {"spec": asdict(state.layout.spec), **(more or {})}
             (aside / ABOUT).write_text(json.dumps(about))
             with self._renaming:
                 publish(folder)
@@ -339,6 +333,13 @@ class AdapterStore:
             raise RequestError(
                 f"path: {folder.parent.parent.name}/{kind}/{folder.name} was saved "
                 "without an optimizer. Load it without, or use save_weights."
+            )
+        saved = _about(folder)[2]
+        if with_optimizer and saved != self._optimizer:
+            raise RequestError(
+                f"path: {folder.parent.parent.name}/{kind}/{folder.name} has a state of "
+                f"{saved}, and this server trains by {self._optimizer} (optimizer of its "
+                "YAML). Load it without an optimizer, or serve with that one."
             )
         state = self.new(layout)
         self._fill(folder, state, with_optimizer)
@@ -364,7 +365,7 @@ class AdapterStore:
             RequestError: Nothing to train on from, or it was saved over another base.
             CheckpointError: It is damaged.
         """
-        spec, base = _about(folder)
+        spec, base, _ = _about(folder)
         known = base.keys() & self._base.keys() - {"name"}
         differs = [key for key in sorted(known) if base[key] != self._base[key]]
         path = f"{folder.parent.parent.name}/{folder.parent.name}/{folder.name}"
@@ -455,23 +456,27 @@ def folder_of(root: Path, path: str) -> Path:
 
 def _rest(state: AdapterState) -> dict[str, Tensor]:
     parts = state.parts
-    steps = torch.stack([*parts["step"].values()])
-    found = {"steps": steps}
-    for part in (*_MOMENTS, "grad"):
-        found |= {
-            f"{part}.{name}": tensor
-            for name, tensor in parts[part].items()
-            if part != "grad" or name in state.graded
-        }
-    return found
+    found = {"steps": torch.stack([*parts["step"].values()])}
+    for part, name, *_ in state.layout.state:
+        found[f"{part}.{name}"] = parts[part][name]
+    return found | {f"grad.{name}": parts["grad"][name] for name in state.graded}
 
 
-def _about(folder: Path) -> tuple[AdapterSpec, dict[str, str]]:
+def _bytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return math.prod(shape) * dtype.itemsize
+
+
+def _about(folder: Path) -> tuple[AdapterSpec, dict[str, str], str]:
     try:
         about = json.loads((folder / ABOUT).read_text("utf-8"))
         spec, base = about["spec"], dict(about.get("base") or {})
         kinds = tuple(map(str, spec["kinds"]))
-        return AdapterSpec(int(spec["rank"]), float(spec["alpha"]), kinds), base
+        optimizer = str(about.get("optimizer", ADAMW))
+        return (
+            AdapterSpec(int(spec["rank"]), float(spec["alpha"]), kinds),
+            base,
+            optimizer,
+        )
     except (FileNotFoundError, NotADirectoryError) as error:
         raise RequestError(
             f"path: there is no state at {folder.parent.name}/{folder.name} of "
@@ -497,7 +502,7 @@ def _fill_from(folder: Path, state: AdapterState, with_optimizer: bool) -> None:
         steps = file.get_tensor("steps")
         for step, value in zip(parts["step"].values(), steps, strict=True):
             step.copy_(value)
-        for part in _MOMENTS:
+        for part in {part for part, *_ in state.layout.state}:
             _fill(parts[part], file, f"{part}.")
         _fill({n: parts["grad"][n] for n in graded}, file, "grad.")
         state.graded = frozenset(graded)

@@ -28,6 +28,7 @@ from ..plugin import ProTrainPlugin
 from ..refusals import refusals
 from ..run import TrainingRun
 from .live import LiveAdapter
+from .optimizers import AdapterOptimizer
 
 LOG = get_logger(__name__)
 
@@ -43,7 +44,8 @@ NO_EFFECT = {
     "loss_watchdog_*",
     "a schedule of steps": "num_epochs max_steps batch_size gradient_accumulation_steps "
     "auto_find_batch_size gc_* torch_empty_cache_steps warmup_* lr_* cosine_* eta_min jagged_* relora*",
-    "the optimizer, which clients set": "optimizer optim_* learning_rate embedding_lr* "
+    "numbers of the optimizer, which clients set": "optim_target_modules learning_rate "
+    "embedding_lr* "
     "weight_decay adam_* dion_* qgalore_* grokfast_* loraplus_* lisa_* max_grad_norm "
     "torchdistx_path",
     "the loss, which clients name": "rl rl_* trl vllm ebft* dpo_* orpo_* simpo_* cpo_* "
@@ -103,7 +105,9 @@ _FIXED = {
     "gradient_accumulation_steps": 1,
     "num_epochs": 1,
     "learning_rate": 1e-4,
+    # that of adapters is made by this package, not by a trainer
     "optimizer": "adamw_torch_fused",
+    "optim_args": None,
     "sample_packing": False,
     "save_strategy": "no",
     "lora_dropout": 0.0,
@@ -128,7 +132,7 @@ def derive(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     plugins = [str(plugin) for plugin in given.get("plugins") or ()]
     unused = {plugin for plugin in plugins if _PLUGINS.search(plugin)}
     dropped = {k for k in given if any(fnmatchcase(k, wild) for wild in _NO_EFFECT)}
-    keys = {key: value for key, value in given.items() if key not in dropped}
+    keys = {k: v for k, v in given.items() if k not in dropped and k[:5] != "optim"}
     keys["plugins"] = [plugin for plugin in plugins if plugin not in unused]
     if not lists_us:
         keys["plugins"].append(PLUGIN)
@@ -148,9 +152,9 @@ def derive(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     return {**_DEFAULTS, "adapter": adapter, **keys, **_FIXED}, told
 
 
-def read(config: Path) -> tuple[str, Any, list[str]]:
-    """The name of the base in a YAML, what Axolotl validates of it for a service, and
-    which of its keys have no effect.
+def read(config: Path) -> tuple[str, Any, list[str], AdapterOptimizer]:
+    """The name of the base in a YAML, what Axolotl validates of it for a service, which
+    of its keys have no effect, and the optimizer of adapters.
 
     Raises:
         ConfigError: It is none, Axolotl refuses it, or this is one of several ranks.
@@ -163,6 +167,7 @@ def read(config: Path) -> tuple[str, Any, list[str]]:
         )
     raw = read_yaml(config)
     keys, unused = derive(raw)
+    optimizer = AdapterOptimizer(raw.get("optimizer"), raw.get("optim_args"))
     try:
         cfg = load_cfg(DictDefault(keys))
     except ConfigError:
@@ -171,7 +176,7 @@ def read(config: Path) -> tuple[str, Any, list[str]]:
         raise ConfigError(
             f"{config}: Axolotl refuses it: {first_complaint(error)}"
         ) from error
-    return str(raw["base_model"]), cfg, unused
+    return str(raw["base_model"]), cfg, unused, optimizer
 
 
 def identity(cfg: Any) -> dict[str, str]:
@@ -234,7 +239,9 @@ def _row(weight: Any) -> tuple[list[int], bytes]:
     return shape, row.contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def opened(cfg: Any) -> tuple[TrainingRun, LiveAdapter, Any]:
+def opened(
+    cfg: Any, optimizer: AdapterOptimizer
+) -> tuple[TrainingRun, LiveAdapter, Any]:
     """The base of a YAML that was `read`, under a plan, what shows adapters in it, and its
     tokenizer.
 
@@ -245,7 +252,7 @@ def opened(cfg: Any) -> tuple[TrainingRun, LiveAdapter, Any]:
     next(p for p in plugins if isinstance(p, ProTrainPlugin)).begin(cfg, False)
     model, tokenizer, _, _ = setup_model_and_tokenizer(cfg)
     # without dropout, and the same in every pass
-    live = LiveAdapter(model.eval())
+    live = LiveAdapter(model.eval(), optimizer)
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     run = TrainingRun(cfg, (), LOG)
     run.open(model, device, False, adapter_bytes=live.reserve_bytes)

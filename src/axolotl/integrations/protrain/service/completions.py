@@ -18,7 +18,6 @@ from fastapi import Request
 from fastapi.responses import StreamingResponse
 
 from ..core.errors import RequestError
-from .adapters import SAMPLERS
 from .answers import Shown
 from .completion_messages import Answering, Asking
 from .engine import AdapterService
@@ -46,13 +45,11 @@ class _Begun:
 
 
 def models(service: AdapterService) -> dict[str, Any]:
-    """List the base, and what was saved to sample with."""
-    base = service.folder
-    saved = [
-        (f"tinker://{at.parent.parent.name}/{SAMPLERS}/{at.name}", at)
-        for at in sorted(base.glob(f"*/{SAMPLERS}/[!_]*"))
-    ]
-    every = [(service.base_model, base), *saved]
+    """List the base, and every state that can be read, of whatever kind: the newest first."""
+    every = [(service.base_model, service.folder.stat().st_mtime_ns)]
+    for state in service.states.every():
+        if state.about is not None:
+            every.append((state.path, state.mark))
     return {"object": "list", "data": [_model(*pair) for pair in every]}
 
 
@@ -69,10 +66,9 @@ def model(service: AdapterService, name: str) -> dict[str, Any]:
     return found
 
 
-def _model(name: str, at: Any) -> dict[str, Any]:
-    made = int(at.stat().st_mtime)
-    owner = "axolotl-protrain"
-    return {"id": name, "object": "model", "created": made, "owned_by": owner}
+def _model(name: str, mark: int) -> dict[str, Any]:
+    named = {"id": name, "object": "model", "owned_by": "axolotl-protrain"}
+    return {**named, "created": mark // 10**9}
 
 
 async def complete(
@@ -173,8 +169,8 @@ def _session(service: AdapterService, model: str) -> str:
     if model.startswith("tinker://"):
         return service.sessions.of_path(model).name
     raise RequestError(
-        f"model: {model!r} is neither {service.base_model} nor a path that "
-        "save_weights_for_sampler answers; /v1/models lists what there is.",
+        f"model: {model!r} is neither {service.base_model} nor the path of "
+        "a state; /v1/models lists what there is.",
         404,
     )
 

@@ -33,8 +33,8 @@ from .adapters import (
     path_of,
 )
 from .base import identity, opened, read
-from .live import AdamParams
 from .losses import Datum, checked_settings
+from .optimizers import AdamParams
 from .sampler import Sampler
 from .states import Kept
 from .steps import FAULTS, NOBODY, Steps
@@ -67,6 +67,7 @@ class AdapterService:
         sampler: Samples from adapters that were saved, and from the base.
         sessions: Who samples with which of them.
         states: What is saved.
+        optimizer: That of all adapters.
 
     Raises:
         ProTrainError: The base cannot be loaded, no plan fits, or another server has the
@@ -80,14 +81,14 @@ class AdapterService:
         adapter_bytes: int | None = None,
         request_bytes: int | None = None,
     ) -> None:
-        self.base_model, cfg, self._unused = read(config)
+        self.base_model, cfg, self._unused, self.optimizer = read(config)
         LOG.info(f"Keys without effect on a service: {', '.join(self._unused) or '-'}.")
         self.folder = folder or Path(cfg.output_dir) / "service"
         self.tokenizer = str(cfg.tokenizer_config or cfg.base_model_config)
         self.sequence_len, self.alpha = int(cfg.sequence_len), float(cfg.lora_alpha)
         with ExitStack() as held:
             held.enter_context(claimed(self.folder))
-            run, self.live, tokenizer = opened(cfg)
+            run, self.live, tokenizer = opened(cfg, self.optimizer)
             self._held = held.pop_all()
         assert run.session is not None and run.report is not None
         self.session, self.report = run.session, run.report
@@ -101,6 +102,7 @@ class AdapterService:
             self.live.layout,
             self.live.write_config,
             {"name": self.base_model, **identity(cfg)},
+            self.optimizer.family,
         )
         self._lost: list[str] = []
         self.turns = Turns(request_bytes or host_bytes // 8)
@@ -190,9 +192,17 @@ class AdapterService:
     def optim_step(
         self, model: str, adam: AdamParams, number: int | None = None
     ) -> Ticket:
-        """Update an adapter by AdamW; the norm of its gradients, before clipping."""
-        act = partial(self._steps.update, model, adam)
-        return self._ask(model, number, adam, lambda: act)
+        """Update an adapter; the norm of its gradients, before clipping.
+
+        Raises:
+            RequestError: The server's optimizer has no such setting.
+        """
+
+        def check() -> Callable[[], Any]:
+            self.optimizer.check(adam)
+            return partial(self._steps.update, model, adam)
+
+        return self._ask(model, number, adam, check)
 
     def save(
         self,
@@ -293,6 +303,7 @@ class AdapterService:
         ]
         return {
             "base_model": self.base_model,
+            "optimizer": self.optimizer.name,
             "adapters": adapters,
             "host_bytes": store.used_bytes,
             "switches": live.switches,
@@ -380,6 +391,6 @@ def _digest(data: Sequence[Datum]) -> bytes:
     found = hashlib.sha256()
     for datum in data:
         for name, values in [("", datum.tokens), *sorted(datum.inputs.items())]:
-            found.update(f"{name} {values.dtype} {values.numel()} ".encode())
+            found.update(f"{name} {values.dtype} {[*values.shape]} ".encode())
             found.update(values.numpy().tobytes())
     return found.digest()

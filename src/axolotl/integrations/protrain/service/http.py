@@ -219,8 +219,14 @@ def _result(model: str, result: Any, protobuf: bool) -> Any:
         if protobuf:
             return Response(output_bytes(loss, rows), media_type=_PROTOBUF)
         outputs = [
-            {"logprobs": {"data": r.tolist(), "dtype": "float32", "shape": [*r.shape]}}
-            for r in rows
+            {
+                "logprobs": {
+                    "data": row.flatten().tolist(),
+                    "dtype": "float32",
+                    "shape": [*row.shape],
+                }
+            }
+            for row in rows
         ]
         return {
             "loss_fn_output_type": "ArrayRecord",

@@ -30,34 +30,16 @@ from typing import Any, cast
 import torch
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
-from pydantic import Field
-from pydantic.dataclasses import dataclass
 from torch import nn
 
 from ..core.engine.device import Device, Event
 from ..core.errors import ConfigError, RequestError
 from ..versions import DRAWS_BY_NAME, seed_of_layer
 from .adapters import KINDS, AdapterLayout, AdapterSpec, AdapterState
+from .optimizers import AdamParams, AdapterOptimizer
 
 _SLOT = "default"
 """PEFT's name of the one adapter that the model has."""
-
-
-@dataclass(frozen=True, config={"extra": "forbid", "allow_inf_nan": False})
-class AdamParams:
-    """One update by AdamW; the defaults are Tinker's. `grad_clip_norm` 0 clips nothing.
-
-    Raises:
-        ValidationError: (a ValueError) Which value cannot be.
-    """
-
-    learning_rate: float = Field(default=1e-4, ge=0)
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    beta2: float = Field(default=0.95, ge=0, lt=1)
-    # less is zero in float32, and an update from gradients that are zero 0 / 0
-    eps: float = Field(default=1e-12, ge=1e-30)
-    weight_decay: float = Field(default=0.0, ge=0)
-    grad_clip_norm: float = Field(default=0.0, ge=0)
 
 
 class _Place:
@@ -81,6 +63,7 @@ class LiveAdapter:
 
     Args:
         model: With LoRA layers.
+        optimizer: Updates their weights.
 
     Attributes:
         moved_bytes, switches: So far, both ways.
@@ -90,7 +73,8 @@ class LiveAdapter:
         ConfigError: Something else trains in it.
     """
 
-    def __init__(self, model: PeftModel) -> None:
+    def __init__(self, model: PeftModel, optimizer: AdapterOptimizer) -> None:
+        self.optimizer = optimizer
         self._config = cast(Any, model.peft_config[_SLOT])
         found = {
             name: module
@@ -121,9 +105,9 @@ class LiveAdapter:
 
     @property
     def reserve_bytes(self) -> int:
-        """Bytes of the device, beside one adapter with state and gradients, which a
-        plan has."""
-        return 2 * self.largest.nbytes - self.largest.kept_bytes
+        """Bytes of the device, beside one adapter with the state of AdamW, which a plan
+        has."""
+        return 2 * self.largest.nbytes - 3 * self.largest.weight_bytes
 
     def open(self, device: Device) -> None:
         """Let the model compute with adapters on its device."""
@@ -165,7 +149,12 @@ class LiveAdapter:
                 shapes.append(
                     (f"{name}.lora_B.weight", (layer.out_features, spec.rank))
                 )
-        return AdapterLayout(spec, tuple(shapes), self._dtype)
+        state = [
+            (part, name, *each)
+            for name, shape in shapes
+            for part, each in self.optimizer.parts(shape, self._dtype).items()
+        ]
+        return AdapterLayout(spec, tuple(shapes), self._dtype, tuple(state))
 
     def initialise(self, state: AdapterState, seed: int | None) -> None:
         """Weights as this Axolotl draws them: from `seed` by the layer's name, or as PEFT
@@ -278,16 +267,15 @@ class LiveAdapter:
         self._sent = stream.record()
 
     def update(self, adam: AdamParams) -> float:
-        """Make AdamW's step, by torch's fused kernel; the norm of all gradients before it
-        was clipped.
+        """Make a step of the optimizer; the norm of all gradients before it was clipped.
 
         Raises:
             RequestError: There are no gradients, or they or the weights after the step
                 are not finite; the gradients are dropped, and nothing else has changed.
         """
         assert self._state is not None
-        shown = self._shown()
-        params = [param for param in shown.values() if param.grad is not None]
+        graded = {n: p for n, p in self._shown().items() if p.grad is not None}
+        params = [*graded.values()]
         if not params:
             raise RequestError("optim_step: no forward_backward came before it.")
         most = adam.grad_clip_norm if adam.grad_clip_norm > 0 else float("inf")
@@ -296,32 +284,23 @@ class LiveAdapter:
         if not math.isfinite(norm):
             self._drop_gradients()
             raise RequestError(f"optim_step: the norm of the gradients is {norm}.")
-        optimizer = torch.optim.AdamW(
-            params,
-            lr=adam.learning_rate,
-            betas=(adam.beta1, adam.beta2),
-            eps=adam.eps,
-            weight_decay=adam.weight_decay,
-            fused=True,
-        )
-        views = self._place.parts(self._state.layout)
-        for name, param in shown.items():
-            if param.grad is not None:
-                parts = ("step", "exp_avg", "exp_avg_sq")
-                optimizer.state[param] = {part: views[part][name] for part in parts}
-        optimizer.step()
-        self._device.writes([self._place.memory], self._device.compute)
-        self._drop_gradients()
-        if not torch.nn.utils.get_total_norm(params).isfinite():
-            # the host has had it before each pass
-            self._send()
-            self._fetch(self._place, self._state)
-            self._device.wait_stalled(self._place.arrival)
+        try:
+            views = self._place.parts(self._state.layout)
+            self.optimizer.step(graded, views, adam)
+            self._updated = bool(torch.nn.utils.get_total_norm(params).isfinite())
+        finally:
+            self._device.writes([self._place.memory], self._device.compute)
+            self._drop_gradients()
+            if not self._updated:
+                # the host has had it before each pass
+                self._send()
+                self._fetch(self._place, self._state)
+                self._device.wait_stalled(self._place.arrival)
+        if not self._updated:
             raise RequestError(
                 f"optim_step: learning_rate {adam.learning_rate} makes weights that are "
                 "not finite."
             )
-        self._updated = True
         return norm
 
     def write_config(self, spec: AdapterSpec, folder: Path) -> None:

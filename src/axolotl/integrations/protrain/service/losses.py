@@ -22,8 +22,8 @@ class Datum:
 
     Attributes:
         tokens: Of the input, int64 of shape [length].
-        inputs: Of the loss, by name, of the same shape; `target_tokens` is int64, the
-            rest float32.
+        inputs: Of the loss, by name, of the same shape, or [length, candidates];
+            `target_tokens` is int64, the rest float32.
     """
 
     tokens: Tensor
@@ -38,11 +38,13 @@ class Datum:
 
 @dataclass(frozen=True)
 class Loss:
-    """`of` gives the sum from log-probabilities of the targets, float32 as `inputs`."""
+    """`of` gives the sum from log-probabilities of the targets, float32 as `inputs`; a
+    `soft` one may have several targets for each token."""
 
     inputs: tuple[str, ...]
     of: Callable[[Tensor, Inputs, Settings], Tensor]
     settings: Settings = field(default_factory=dict)
+    soft: bool = False
 
 
 def _cross_entropy(logprobs: Tensor, given: Inputs, _: Settings) -> Tensor:
@@ -80,13 +82,15 @@ def _clipped(ratio: Tensor, settings: Settings) -> Tensor:
 _SAMPLED = ("logprobs", "advantages")
 _CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 LOSSES = {
-    "cross_entropy": Loss(("weights",), _cross_entropy),
+    "cross_entropy": Loss(("weights",), _cross_entropy, soft=True),
     "importance_sampling": Loss(_SAMPLED, _importance_sampling),
     "ppo": Loss(_SAMPLED, _ppo, _CLIP),
     "cispo": Loss(_SAMPLED, _cispo, _CLIP),
     "dro": Loss(_SAMPLED, _dro, {"beta": 0.05}),
 }
 TARGETS = "target_tokens"
+MOST_TARGETS = 64
+"""Most candidates for a token."""
 
 
 def checked_settings(loss_fn: str, given: Mapping[str, object]) -> Settings:
@@ -121,12 +125,16 @@ def fault_of(datum: Datum, loss_fn: str, vocabulary: int, longest: int) -> str |
     if {*names} != datum.inputs.keys():
         given = ", ".join(datum.inputs) or "nothing"
         return f"loss_fn_inputs are {given}, and the loss takes {', '.join(names)}"
+    wanted, more = datum.tokens.shape, ""
+    if LOSSES[loss_fn].soft:
+        more = f", or (tokens, K) of all, K from 1 to {MOST_TARGETS}"
+        candidates = datum.inputs[TARGETS].shape[1:]
+        if len(candidates) == 1 and 0 < candidates[0] <= MOST_TARGETS:
+            wanted = torch.Size((length, *candidates))
     for name, values in datum.inputs.items():
-        if values.shape != datum.tokens.shape:
+        if values.shape != wanted:
             shape = tuple(values.shape)
-            return (
-                f"{name} has shape {shape}; allowed is one value a token, ({length},)"
-            )
+            return f"{name} has shape {shape}; allowed is one value a token, ({length},){more}"
         if not values.isfinite().all():
             return f"{name} is not finite"
     for tokens in (datum.tokens, datum.inputs[TARGETS]):

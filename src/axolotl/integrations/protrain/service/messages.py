@@ -6,7 +6,9 @@ compiler is needed; unknown fields are skipped, as protobuf does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -16,10 +18,12 @@ from torch import Tensor
 
 from ..core.errors import RequestError
 from .answers import Sampled, Top
-from .losses import Datum
+from .losses import MOST_TARGETS, TARGETS, Datum
 
 MOST_ROWS = 1 << 16
 """Most rows of one request."""
+_MOST_DENSE = 1 << 24
+"""Most values of a tensor whose zeros a client leaves out."""
 _FIELD = descriptor_pb2.FieldDescriptorProto
 _PACKAGE = "axolotl_protrain.tinker"
 _TABLE = """
@@ -113,15 +117,15 @@ def settings_of(request: Any) -> dict[str, Any]:
     return {**request.loss_fn_config, **values}
 
 
-def data_of(request: Any) -> list[Datum]:
-    """Read the rows of a request.
+def data_of(request: Any) -> Iterator[Datum]:
+    """Read the rows of a request, one after another.
 
     Raises:
         RequestError: Too many, or something other than text and plain tensors is in one.
     """
     if len(request.data) > MOST_ROWS:
         raise RequestError(f"data: {len(request.data)} rows; at most {MOST_ROWS}.")
-    return [_datum(number, message) for number, message in enumerate(request.data)]
+    yield from (_datum(number, message) for number, message in enumerate(request.data))
 
 
 def _datum(number: int, message: Any) -> Datum:
@@ -133,32 +137,90 @@ def _datum(number: int, message: Any) -> Datum:
     tokens = torch.cat(chunks).long() if chunks else torch.empty(0, dtype=torch.int64)
     inputs = {}
     for name, tensor in message.loss_fn_inputs.items():
-        dtype = _DTYPES.get(tensor.dtype)
-        if dtype is None or tensor.WhichOneof("kind") != "dense":
+        dtype, kind = _DTYPES.get(tensor.dtype), tensor.WhichOneof("kind")
+        if dtype is None or kind is None:
             raise RequestError(
-                f"data[{number}]: {name} is no dense tensor of float32, int64 or int32."
+                f"data[{number}]: {name} is no tensor of float32, int64 or int32."
             )
-        values = _from_bytes(number, tensor.dense, dtype)
-        shape = list(tensor.shape) or [values.numel()]
-        inputs[name] = shaped(number, name, values, shape)
+        shape, csr, indices = list(tensor.shape), tensor.sparse_csr, None
+        if kind == "sparse_csr":
+            both = (csr.crow_indices, csr.col_indices)
+            indices = [_from_bytes(number, each, torch.int64) for each in both]
+        given = tensor.dense if indices is None else csr.values
+        values = _from_bytes(number, given, dtype)
+        inputs[name] = shaped(number, name, values, shape, tokens.numel(), indices)
     return Datum(tokens, inputs)
 
 
-def shaped(number: int, name: str, values: Tensor, shape: Sequence[int]) -> Tensor:
+def shaped(
+    number: int,
+    name: str,
+    values: Tensor,
+    shape: Sequence[int] | None,
+    length: int,
+    indices: Sequence[Any] | None = None,
+) -> Tensor:
     """An input of a loss, in the dtype that it has in the engine.
+
+    Args:
+        number: Of its row, which has `length` tokens.
+        name: Its own.
+        values: One after another.
+        shape: As the client says, or nothing of it.
+        indices: Of CSR, where 0 was left out.
 
     Raises:
         RequestError: It has another number of values, or targets are no integers.
     """
-    if list(shape) != [values.numel()]:
-        raise RequestError(
-            f"data[{number}]: {name} has shape {list(shape)} and {values.numel()} "
-            "values; one value a token is allowed."
-        )
-    wanted = torch.int64 if name == "target_tokens" else torch.float32
+    what, shape = f"data[{number}]: {name}", list(shape or [values.numel()])
+    wanted = torch.int64 if name == TARGETS else torch.float32
     if wanted == torch.int64 and values.is_floating_point():
-        raise RequestError(f"data[{number}]: {name} are not integers.")
-    return values.to(wanted)
+        raise RequestError(f"{what} are not integers.")
+    values = values.to(wanted)
+    if indices is not None:
+        # a few bytes could ask for very many zeros
+        fits = len(shape) == 2 and shape[0] == length and 0 < shape[1] <= MOST_TARGETS
+        if not fits or math.prod(shape) > _MOST_DENSE:
+            raise RequestError(
+                f"{what} is sparse, of shape {shape}; allowed is [{length}, K], K from 1 "
+                f"to {MOST_TARGETS}, of at most {_MOST_DENSE:,} values."
+            )
+        return densified(what, values, shape, indices)
+    whole = len(shape) in (1, 2) and min(shape) >= 0
+    if not whole or math.prod(shape) != values.numel():
+        raise RequestError(
+            f"{what} has shape {shape} and {values.numel()} values; one value a token is "
+            "allowed, or as many for each."
+        )
+    return values.view(shape)
+
+
+def densified(
+    what: str,
+    values: Tensor,
+    shape: list[int],
+    indices: Sequence[Any],
+    missing: int = 0,
+) -> Tensor:
+    """Values in CSR with `missing` where none is listed.
+
+    Args:
+        what: For errors.
+        values: The listed ones.
+        shape: Of the result.
+        indices: Where each row begins and ends among the columns, and the columns.
+
+    Raises:
+        RequestError: These are no such indices.
+    """
+    try:
+        starts, columns = (torch.as_tensor(each, dtype=torch.int64) for each in indices)
+        sparse = torch.sparse_csr_tensor(
+            starts, columns, values - missing, shape, check_invariants=True
+        )
+    except (RuntimeError, OverflowError) as error:
+        raise RequestError(f"{what}: its indices are none of CSR ({error}).") from error
+    return sparse.to_dense() + missing
 
 
 def _from_bytes(number: int, data: bytes, dtype: torch.dtype) -> Tensor:
@@ -173,11 +235,17 @@ def output_bytes(loss: float, rows: Sequence[Tensor]) -> bytes:
     """A `ForwardBackwardOutput`: the loss and log-probabilities of each row, float32."""
     answer = MESSAGES["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord")
     answer.metrics["loss:sum"] = loss
-    record = answer.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(rows))
-    ends = torch.tensor([0, *(row.nbytes for row in rows)]).cumsum(0)
-    record.fields["logprobs"].data = torch.cat([*rows]).numpy().tobytes()
-    record.fields["logprobs"].offsets = ends.numpy().tobytes()
-    record.fields["logprobs"].dtype = _FLOAT32
+    for trailing, each in groupby(rows, lambda row: row.shape[1:]):
+        some = [*each]
+        record = answer.loss_fn_outputs.add(
+            type_tag="ArrayRecord", num_datums=len(some)
+        )
+        ends = torch.tensor([0, *(row.nbytes for row in some)]).cumsum(0)
+        found = record.fields["logprobs"]
+        found.data = torch.cat(some).numpy().tobytes()
+        found.offsets = ends.numpy().tobytes()
+        found.dtype = _FLOAT32
+        found.trailing_shape.extend(trailing)
     return answer.SerializeToString()
 
 

@@ -91,7 +91,14 @@ class Passes:
         return found
 
     def _padded(self, rows: Iterable[Tensor], length: int, value: int = 0) -> Tensor:
-        whole = [pad(row, (0, length - row.numel()), value=value) for row in rows]
+        rows = [*rows]
+        if any(row.ndim > 1 for row in rows):
+            rows = [row.view(len(row), -1) for row in rows]
+        wide = max(row[0].numel() for row in rows)
+        whole = []
+        for row in rows:
+            sides = (0, wide - row[0].numel()) * (row.ndim - 1)
+            whole.append(pad(row, (*sides, 0, length - len(row)), value=value))
         return torch.stack(whole).to(self._device)
 
     def _logits(self, tokens: Sequence[Tensor], ends: Sequence[int]) -> Tensor:
@@ -129,16 +136,31 @@ class Passes:
                 name: self._padded((datum.inputs[name] for datum in data), length)
                 for name in LOSSES[loss_fn].inputs
             }
-            flat = logits.flatten(0, 1)
-            nll = cross_entropy(flat, targets.flatten(), reduction="none")
-            logprobs = -nll.view(targets.shape)
+            logprobs = _of_targets(logits, targets)
             loss = LOSSES[loss_fn].of(logprobs, given, settings)
         self._between()
         if backward:
             loss.backward()
         found = logprobs.detach().cpu()
-        rows = [found[row, : d.tokens.numel()].clone() for row, d in enumerate(data)]
+        shapes = [datum.inputs[TARGETS].shape for datum in data]
+        rows = [_cut(*pair).clone() for pair in zip(found, shapes, strict=True)]
         return float(loss.detach()), rows
+
+
+def _of_targets(logits: Tensor, targets: Tensor) -> Tensor:
+    """Log-probabilities of targets, one a token or several; 0 for -100."""
+    if targets.ndim > 2:
+        # one target a token has the bits that it has below
+        found = logits.log_softmax(-1).gather(-1, targets.clamp(min=0))
+        return found.masked_fill(targets < 0, 0)
+    flat = logits.flatten(0, 1), targets.flatten()
+    return -cross_entropy(*flat, reduction="none").view(targets.shape)
+
+
+def _cut(padded: Tensor, shape: torch.Size) -> Tensor:
+    own = padded[: shape[0]]
+    wide = shape[1] if len(shape) > 1 else 1
+    return own[:, :wide].reshape(shape) if own.ndim > 1 else own
 
 
 def _scored(asked: Asked, logits: Tensor) -> Scored:

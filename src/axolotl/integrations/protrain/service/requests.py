@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -17,9 +17,9 @@ from pydantic import AfterValidator, BaseModel, Field, ValidationError
 from ..core.errors import RequestError
 from .adapters import EXTERNAL, KINDS, SAMPLERS, folder_of
 from .engine import FAULTS, AdapterService, as_refusal
-from .live import AdamParams
 from .losses import Datum
 from .messages import MOST_ROWS, data_of, read_request, settings_of, shaped
+from .optimizers import AdamParams
 from .sample_requests import SAMPLING, session_name
 from .states import MOST_SECONDS, Kept
 from .turns import MOST_WAITING, Ticket
@@ -63,7 +63,7 @@ class _Lora(Strict):
 
 
 class _Optimizer(Strict):
-    type: Literal["adamw"] = "adamw"
+    type: str = "adamw"
 
 
 Words = Annotated[dict[str, Any], AfterValidator(_short)]
@@ -77,11 +77,19 @@ class _New(SessionMessage):
     base_model: str | None = None
     optimizer_config: _Optimizer | None = None
 
-    def id_on(self, base: str) -> str:
+    def id_on(self, service: AdapterService) -> str:
         """As the client derives it where it creates a model from a state."""
+        base, ours = service.base_model, service.optimizer
         if self.base_model not in (None, base):
             raise RequestError(
                 f"base_model: {self.base_model}; this server has {base}."
+            )
+        asked = self.optimizer_config
+        # newer clients say adamw where their user has said nothing
+        if asked is not None and asked.type not in ("adamw", ours.name, ours.family):
+            raise RequestError(
+                f"optimizer_config: {asked.type}; this server trains by {ours.name}, as "
+                "its YAML says. Leave it out, or name that one."
             )
         return f"{self.session_id}:train:{self.model_seq_id}"
 
@@ -155,8 +163,9 @@ class _Datum(Message):
             whole = values.to(getattr(torch, given.dtype))
             if given.dtype == "int64" and not whole.equal(values):
                 raise RequestError(f"data[{number}]: {name} are not integers.")
-            shape = [values.numel()] if given.shape is None else given.shape
-            inputs[name] = shaped(number, name, whole, shape)
+            inputs[name] = shaped(
+                number, name, whole, given.shape, len(tokens), given.indices
+            )
         return Datum(torch.tensor(tokens, dtype=torch.int64), inputs)
 
 
@@ -226,14 +235,14 @@ ANSWERED: dict[str, tuple[type[Message] | None, Callable[..., dict[str, Any]]]] 
 def _create(service: AdapterService, asked: _Create, _: int | None) -> Ticket:
     lora = asked.lora_config
     kinds = [kind for kind in KINDS if getattr(lora, f"train_{kind}")]
-    model = asked.id_on(service.base_model)
+    model = asked.id_on(service)
     ticket = service.create(model, lora.rank, kinds, lora.seed)
     service.states.describe(model, asked.user_metadata)
     return ticket
 
 
 def _create_from(service: AdapterService, asked: _CreateFrom, _: int | None) -> Ticket:
-    model = asked.id_on(service.base_model)
+    model = asked.id_on(service)
     ticket = service.create_from(model, asked.path, asked.optimizer)
     service.states.describe(model, asked.user_metadata)
     return ticket
@@ -242,17 +251,24 @@ def _create_from(service: AdapterService, asked: _CreateFrom, _: int | None) -> 
 def _pass(
     service: AdapterService, asked: Any, number: int | None, forward_only: bool = False
 ) -> Ticket:
-    data: list[Datum]
+    rows: Iterator[Datum]
     if isinstance(asked, _Pass):
         given = asked.forward_backward_input or asked.forward_input
         if given is None:
             raise RequestError("forward_backward_input is missing.")
-        data = [datum.read(row) for row, datum in enumerate(given.data)]
+        rows = (datum.read(row) for row, datum in enumerate(given.data))
         settings, loss_fn = given.loss_fn_config, given.loss_fn
         only = asked.forward_backward_input is None
     else:
-        data, settings = data_of(asked), settings_of(asked)
+        rows, settings = data_of(asked), settings_of(asked)
         loss_fn, only = asked.loss_fn, asked.forward_only
+    data, nbytes = [], 0
+    for datum in rows:
+        data.append(datum)
+        nbytes += datum.nbytes
+        if nbytes > service.turns.most_bytes:
+            # no room ever: it says so before all zeros of sparse ones are made
+            service.turns.reserve(nbytes)
     only, ask = only or forward_only, service.forward_backward
     return ask(asked.model_id, data, loss_fn, settings, number, only)
 

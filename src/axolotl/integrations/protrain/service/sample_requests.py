@@ -18,6 +18,7 @@ from torch import Tensor
 from ..core.errors import RequestError
 from .answers import MASKED, Asked, Sampled, Top, Wanted
 from .engine import AdapterService
+from .messages import densified
 from .sampler import MOST_TOP
 from .sampling import SamplingParams
 from .wire import Input, Message, SessionMessage, Strict, TensorMessage, future_of
@@ -41,9 +42,6 @@ class _Cancel(Message):
 
 
 class _Targets(TensorMessage):
-    sparse_crow_indices: list[int] | None = Field(None, fail_fast=True)
-    sparse_col_indices: list[int] | None = Field(None, fail_fast=True)
-
     def read(self, length: int) -> Wanted:
         """Return the tokens that are named for a prompt of some length, dense."""
         shape, rows = self.shape or [], length - 1
@@ -59,24 +57,15 @@ class _Targets(TensorMessage):
                 f"to {MOST_TOP} tokens in it."
             )
         values = _integers(self.data)
-        if self.sparse_crow_indices is None or self.sparse_col_indices is None:
+        if self.indices is None:
             if values.numel() != rows * shape[1]:
                 raise RequestError(
                     f"target_prompt_logprobs has {values.numel()} values and shape {shape}."
                 )
             return Wanted(values.view(shape))
-        each = (self.sparse_crow_indices, self.sparse_col_indices)
-        try:
-            starts, columns = (torch.tensor(one, dtype=torch.int64) for one in each)
-            sparse = torch.sparse_csr_tensor(
-                starts, columns, values + 1, shape, check_invariants=True
-            )
-        except (RuntimeError, OverflowError) as error:
-            raise RequestError(
-                f"target_prompt_logprobs: its indices are none of CSR ({error})."
-            ) from error
-        # what is not named is -1
-        return Wanted(sparse.to_dense() - 1, (starts, columns))
+        dense = densified("target_prompt_logprobs", values, shape, self.indices, -1)
+        starts, columns = (torch.tensor(each).long() for each in self.indices)
+        return Wanted(dense, (starts, columns))
 
 
 class _Sample(Strict):

@@ -22,7 +22,8 @@ from ..core.errors import (
 from ..run import TrainingRun
 from .adapters import AdapterSpec, AdapterState, AdapterStore, folder_of
 from .decoding import Decoder
-from .live import AdamParams, LiveAdapter
+from .live import LiveAdapter
+from .optimizers import AdamParams
 from .passes import Passes
 from .samples import Samples
 from .sessions import SavedSession, Sessions
@@ -173,7 +174,16 @@ class Steps:
         """Make an update; the norm of the gradients before clipping."""
         self._live.show(self._state(model))
         self._prefetch()
-        norm = self._live.update(adam)
+        try:
+            norm = self._live.update(adam)
+        except RuntimeError as error:
+            if not is_shortage(error):
+                raise
+            raise RequestError(
+                f"optim_step: the device has no room for an update: {error} Its gradients "
+                "are gone. Set a smaller micro_batch_size in the server's YAML.",
+                413,
+            ) from error
         self._unsaved.add(model)
         return norm
 

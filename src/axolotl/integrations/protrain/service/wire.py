@@ -86,6 +86,15 @@ class TensorMessage(Strict):
     data: list[float] = Field(fail_fast=True)
     dtype: Literal["int64", "float32"]
     shape: list[int] | None = Field(None, max_length=8)
+    sparse_crow_indices: list[int] | None = Field(None, fail_fast=True)
+    sparse_col_indices: list[int] | None = Field(None, fail_fast=True)
+
+    @property
+    def indices(self) -> tuple[list[int], list[int]] | None:
+        """Return those of CSR; None if all values are there."""
+        if self.sparse_crow_indices is None or self.sparse_col_indices is None:
+            return None
+        return self.sparse_crow_indices, self.sparse_col_indices
 
 
 def future_of(model: str, number: object) -> dict[str, Any]:
