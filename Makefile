@@ -93,6 +93,7 @@ $(OLDEST_VENV)/.installed: pyproject.toml
 test-oldest: $(OLDEST_VENV)/.installed ## core's tests with the oldest torch allowed (6 GB)
 	@PYTHONPATH=src $(OLDEST_VENV)/bin/python -m pytest $(PARALLEL) -m "" tests/protrain/core
 
+# without what has kernels of its own: bitsandbytes, experts, the profiler
 gpu-rehearsal: test-cuda-device ## benchmarks/gpu.sh with small models on the emulated device
 	@printf '#!/bin/bash\nexec bash %s/run.sh %s "$$@"\n' \
 		$(abspath tests/cuda_emulation/runtime) $(abspath $(CUDA_VENV)) > build/emulated
@@ -101,7 +102,7 @@ gpu-rehearsal: test-cuda-device ## benchmarks/gpu.sh with small models on the em
 		RUNS="lora-8b-12gb lora-8b-12gb-disk full-3b-16gb" FAKECUDA_POISON=0 \
 		FAKECUDA_RANDOM_COPY_US=0 FAKECUDA_RANDOM_WORK_US=0 \
 		GPU_WORK=$(abspath build/gpu-work) GPU_DISK=$(abspath build/gpu-disk) \
-		bash benchmarks/gpu.sh build/gpu exact doctor runs compare
+		bash benchmarks/gpu.sh build/gpu exact doctor runs
 
 everything: install ## run all sets that are not of this tree, write docs/evidence.md
 	@$(BIN)/python tools/everything.py

@@ -27,7 +27,8 @@ def summary(folder: Path) -> str:
             "| part | end | last line |\n| --- | --- | --- |",
             *(_part(folder, *line.partition(": ")[::2]) for line in ends),
             "\n## Predicted and measured\n",
-            "| run | device peak, GiB: predicted | measured | step, s: predicted | measured |",
+            "Peaks as torch's allocator counts, without the context.\n",
+            "| run | peak, GiB: predicted | measured | step, s: predicted | measured |",
             "| --- | --- | --- | --- | --- |",
             *(_run(path) for path in sorted(folder.glob("*.json")) if _is_report(path)),
             "\n## Beside others\n",
@@ -49,14 +50,16 @@ def _is_report(path: Path) -> bool:
 
 
 def _run(path: Path) -> str:
-    compared: dict[str, Any] = json.loads(path.read_text("utf-8"))["compared"]
+    report: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    compared = report["compared"]
+    context = report["device_bytes"]["terms"]["context and workspaces"]
     peak, step = compared["device peak bytes"], compared["step seconds"]
-    cells = [path.stem, *_pair(peak, GIB), *_pair(step, 1)]
+    cells = [path.stem, *_pair(peak, GIB, context), *_pair(step)]
     return f"| {' | '.join(cells)} |"
 
 
-def _pair(row: dict[str, float], unit: int) -> tuple[str, str]:
-    predicted, measured = row["predicted"], row["measured"]
+def _pair(row: dict[str, float], unit: int = 1, unseen: int = 0) -> tuple[str, str]:
+    predicted, measured = row["predicted"] - unseen, row["measured"]
     off = f" ({measured / predicted - 1:+.1%})" if predicted else ""
     return f"{predicted / unit:.2f}", f"{measured / unit:.2f}{off}"
 
