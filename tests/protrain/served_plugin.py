@@ -47,11 +47,20 @@ class ServedPlugin(BasePlugin):
     def get_training_args(self, cfg: Any) -> dict[str, Any]:
         self._as_cuda = ExitStack()
         if not torch.cuda.is_available():
-            # TRL asks for the card that sends
-            card = SimpleNamespace(uuid="none")
+            # TRL asks for the card that sends, from 1.14 on before it begins
+            from trl.generation.vllm_client import VLLMClient
+
+            card, plain = SimpleNamespace(uuid="none"), VLLMClient.init_communicator
             enter = self._as_cuda.enter_context
             enter(patch.object(torch.cuda, "current_device", lambda: 0))
             enter(patch.object(torch.cuda, "get_device_properties", lambda _: card))
+            enter(
+                patch.object(
+                    VLLMClient,
+                    "init_communicator",
+                    lambda client, device: plain(client, "cuda"),
+                )
+            )
         return {
             "vllm_server_host": "127.0.0.1",
             "vllm_server_timeout": 60,

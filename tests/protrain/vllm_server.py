@@ -1,4 +1,5 @@
-"""A server that speaks as `trl vllm-serve` and `axolotl vllm-serve` do, with a plain model.
+"""A server that speaks as `trl vllm-serve`, `axolotl vllm-serve` and, for TRL from 1.14 on,
+`vllm serve` do, with a plain model.
 
 It holds a model of its own, takes weights as TRL's client sends them, samples with `generate`
 of transformers, and writes down what it got: for each time the hash of every weight, and
@@ -39,6 +40,7 @@ class Worker:
         self._model: Any = AutoModelForCausalLM.from_pretrained(base).eval()
         self._record = record
         self._communicator: PyNcclCommunicator | None = None
+        self._updates = False
         self._received: dict[str, list[Any]] = {}
         self._syncs: list[dict[str, list[Any]]] = []
         self._answers: list[list[int]] = []
@@ -48,22 +50,48 @@ class Worker:
         self._communicator = PyNcclCommunicator(group, "cpu")
         return {"message": "initializing"}
 
+    def init_weight_transfer_engine(self, body: Body) -> dict[str, Any]:
+        info = body["init_info"]
+        meeting = info["master_address"], info["master_port"]
+        group = StatelessProcessGroup.create(*meeting, rank=1, world_size=2)
+        self._communicator = PyNcclCommunicator(group, "cpu")
+        return {}
+
+    def start_weight_update(self, _body: Body) -> dict[str, Any]:
+        self._updates = True
+        return {}
+
+    def finish_weight_update(self, _body: Body) -> dict[str, Any]:
+        self._updates = False
+        return {}
+
+    def update_weights(self, body: Body) -> dict[str, Any]:
+        assert self._updates
+        info = body["update_info"]
+        columns = info["names"], info["dtype_names"], info["shapes"]
+        for name, weight in [*map(partial(self._received_from, 0), *columns)]:
+            self._load(name, weight)
+        return {}
+
     def update_named_param(self, body: Body) -> dict[str, Any]:
         return self.batch_update_named_params({"params": [body]})
 
     def batch_update_named_params(self, body: Body) -> dict[str, Any]:
-        communicator = self._communicator
-        assert communicator is not None
-        arrived = []
-        for each in body["params"]:
-            dtype = getattr(torch, each["dtype"].split(".")[-1])
-            weight = torch.empty(each["shape"], dtype=dtype)
-            communicator.broadcast(weight, src=1)
-            arrived.append((each["name"], weight))
-        communicator.group.barrier()
+        each = ((p["name"], p["dtype"], p["shape"]) for p in body["params"])
+        arrived = [self._received_from(1, *one) for one in each]
+        assert self._communicator is not None
+        self._communicator.group.barrier()
         for name, weight in arrived:
             self._load(name, weight)
         return {"message": "updated"}
+
+    def _received_from(
+        self, rank: int, name: str, dtype: str, shape: list[int]
+    ) -> tuple[str, Tensor]:
+        weight = torch.empty(shape, dtype=getattr(torch, dtype.split(".")[-1]))
+        assert self._communicator is not None
+        self._communicator.broadcast(weight, src=rank)
+        return name, weight
 
     def _load(self, name: str, weight: Tensor) -> None:
         data = weight.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
@@ -119,6 +147,26 @@ class Worker:
             "logprob_token_ids": [[[t] for t in tokens] for tokens in answers],
         }
 
+    def v1_completions(self, body: Body) -> dict[str, Any]:
+        answer = self.generate(body | {"prompts": body["prompt"]})
+        choices = []
+        for number, tokens in enumerate(answer["completion_ids"]):
+            named = [f"token_id:{token}" for token in tokens]
+            logprobs = [each for (each,) in answer["logprobs"][number]]
+            tops = [{n: p} for n, p in zip(named, logprobs, strict=True)]
+            choices.append(
+                {
+                    "prompt_token_ids": answer["prompt_ids"][number // body["n"]],
+                    "token_ids": tokens,
+                    "logprobs": {
+                        "tokens": named,
+                        "token_logprobs": logprobs,
+                        "top_logprobs": tops,
+                    },
+                }
+            )
+        return {"choices": choices}
+
     def _ends(self) -> set[int]:
         end = self._model.generation_config.eos_token_id
         return {end} if isinstance(end, int) else set(end or ())
@@ -135,8 +183,8 @@ def _until(tokens: list[int], ends: set[int]) -> list[int]:
     return tokens
 
 
-WAITED_FOR = {"generate", "reset_prefix_cache"}
-"""Requests that are answered once they are done; others at once."""
+AT_ONCE = {"init_communicator", "update_named_param", "batch_update_named_params"}
+"""Requests that are answered before they are done: what follows is a broadcast."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -147,11 +195,12 @@ class _Handler(BaseHTTPRequestHandler):
         answers: dict[str, Any] = {
             "health": {"status": "ok"},
             "get_world_size": {"world_size": 1},
+            "v1/models": {"data": [{"id": "model"}]},
         }
         self._answer(answers.get(self.path.strip("/")))
 
     def do_POST(self) -> None:
-        name = self.path.strip("/")
+        name = self.path.strip("/").replace("/", "_")
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         method = getattr(self.worker, name, None)
         if name.startswith("_") or method is None:
@@ -159,7 +208,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         done: Future[Any] = Future()
         self.calls.put((partial(method, json.loads(body or "{}")), done))
-        self._answer(done.result() if name in WAITED_FOR else {"message": name})
+        self._answer({"message": name} if name in AT_ONCE else done.result())
 
     def _answer(self, answer: Any) -> None:
         data = json.dumps(answer).encode()

@@ -1,6 +1,6 @@
 """What TRL imports of vLLM, where that is not installed: for the protocol of weights alone."""
 
-__version__ = "0.20.0"
+__version__ = "0.22.0"
 
 
 class LLM:
