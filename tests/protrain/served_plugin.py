@@ -22,12 +22,13 @@ RECORD = "served.json"
 
 
 class ServedPlugin(BasePlugin):
-    """Starts a server for the first rank, and ends it after training."""
+    """Starts a server for the first rank, which ends with its process or before the next:
+    TRL's client takes leave of it at its own end, and would wait for it a minute."""
 
     running: ClassVar[ExitStack] = ExitStack()
 
     def register(self, cfg: Any) -> None:
-        # of a training that has failed
+        # of a training before
         self.running.close()
 
     def load_datasets(self, cfg: Any, preprocess: bool = False) -> None:
@@ -69,6 +70,3 @@ class ServedPlugin(BasePlugin):
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
         self._as_cuda.close()
-
-    def post_train(self, cfg: Any, model: Any) -> None:
-        self.running.close()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from axolotl_jobs import (
     LORA,
+    PROTRAIN,
     SHARDED,
     Job,
     Result,
@@ -17,6 +19,8 @@ from axolotl_jobs import (
     pair,
 )
 from matrix_composition import ASKING, HALF
+from plan_jobs import Plans
+from tiny_models import TOKENIZER, build_inputs, build_model, model_path
 
 Run = Callable[[Job], Result]
 
@@ -44,6 +48,7 @@ BASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("base", BASES.values(), ids=BASES)
 def test_the_server_gets_the_weights_of_the_plain_run(
     run: Run, base: dict[str, Any]
@@ -99,3 +104,20 @@ def test_two_ranks(run: Run, base: dict[str, Any], mode: dict[str, Any]) -> None
     assert_equal(paged, plain)
     assert record(paged) == record(plain)
     assert paged.report["plan"]["mode"] == ("C" if mode else "B")
+
+
+def test_a_plan_says_that_a_server_answers(tmp_path: Path) -> None:
+    """Only this sees a dry run that waits for the server, or holds chunks for answers."""
+    build_inputs(tmp_path)
+    build_model(tmp_path, "llama")
+    trl = ASKING["trl"] | {"vllm_server_host": "nowhere.invalid"}
+    paths = {"tokenizer_config": str(tmp_path / TOKENIZER), "output_dir": "out"}
+    model = str(tmp_path / model_path("llama"))
+    plans = Plans(tmp_path)
+    asking = ASKING | LORA | {"trl": trl, "plugins": [PROTRAIN]} | paths
+    plans.add("served", model, asking, "--gpu", "4090", "--json")
+    plans.add("words", model, asking, "--gpu", "4090")
+    answer = plans["served"].json
+    assert answer["generation"] is None and answer["served"]["sent_bytes"] > 100_000
+    assert "Answers: a server gives them" in plans["words"].out
+    plans.close()

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from queue import Queue
+from queue import Empty, Queue
 from typing import Any
 
 import torch
@@ -222,15 +223,19 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def serve(base: str, port: int, record: Path) -> None:
-    """Answer until the process ends."""
+    """Answer until the process that trains has ended, or ends this one."""
     torch.set_num_threads(1)
     calls: Queue[tuple[Callable[[], Any], Future[Any]]] = Queue()
     held = {"calls": calls, "worker": Worker(base, record)}
     handler = type("Handler", (_Handler,), held)
     http = ThreadingHTTPServer(("127.0.0.1", port), handler)
     threading.Thread(target=http.serve_forever, daemon=True).start()
-    while True:
-        call, done = calls.get()
+    trainer = os.getppid()
+    while os.getppid() == trainer:
+        try:
+            call, done = calls.get(timeout=1)
+        except Empty:
+            continue
         try:
             done.set_result(call())
         except Exception as error:  # the client learns of it
