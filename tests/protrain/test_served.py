@@ -43,6 +43,14 @@ BASES: dict[str, dict[str, Any]] = {
         "lora_target_modules": ["embed_tokens", "lm_head", "q_proj"],
         "lora_target_linear": False,
     },
+    "LoRA on experts, bf16": LORA
+    | {
+        "family": "mixtral",
+        "bf16": True,
+        "lora_target_linear": False,
+        "lora_target_modules": ["q_proj"],
+        "lora_target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    },
     "DoRA": LORA | {"peft_use_dora": True},
     "LoRA, own copies": LORA | {"lora_modules_to_save": ["lm_head"]},
 }
