@@ -50,6 +50,8 @@ BASES: dict[str, dict[str, Any]] = {
         "lora_target_linear": False,
         "lora_target_modules": ["q_proj"],
         "lora_target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        # newer TRL ends where it copies such an adapter as its own reference
+        "trl": ASKING["trl"] | {"beta": 0.0},
     },
     "DoRA": LORA | {"peft_use_dora": True},
     "LoRA, own copies": LORA | {"lora_modules_to_save": ["lm_head"]},
