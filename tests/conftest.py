@@ -38,7 +38,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 
 TRAININGS = (
     *("test_parity.py", "test_prediction.py", "test_recovery.py"),
-    "test_generation.py",
+    *("test_generation.py", "test_served.py"),
 )
 """Files that share their trainings, which run in the background."""
 LONG = (

@@ -127,35 +127,66 @@ SAMPLING: dict[str, Any] = {
 }
 
 
-def test_answers_are_those_of_plain(demo: dict[str, Any], tmp_path: Path) -> None:
-    """Only this sees a token drawn from logits of a chunk that was let go too early."""
-    rows = tmp_path / "rows.jsonl"
+def both(
+    demo: dict[str, Any], folder: Path, keys: dict[str, Any], *plugins: str
+) -> list[list[Any]]:
+    """What a paged run and a plain one have logged."""
+    rows = folder / "rows.jsonl"
     rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    keys = {k: v for k, v in demo.items() if k != "test_datasets"} | SAMPLING | keys
+    keys |= {k: str(ROOT / v) for k, v in keys.items() if "demo/" in str(v)}
+    keys |= {"val_set_size": 0, "plugins": [*keys["plugins"], *plugins]}
+    modes: dict[str, dict[str, Any]] = {
+        "paged": {"protrain_n_persist_override": 0, "protrain_n_buffer_override": 2},
+        "plain": {"protrain_auto_memory": False},
+    }
     found = []
-    for name in ("paged", "plain"):
-        keys = {k: v for k, v in demo.items() if k != "test_datasets"} | SAMPLING | LORA
-        keys |= {"output_dir": name, "val_set_size": 0}
-        keys["plugins"] = [*keys["plugins"], "sampling_plugin.TorchScores"]
-        keys |= {k: str(ROOT / v) for k, v in keys.items() if "demo/" in str(v)}
-        if name == "plain":
-            keys["protrain_auto_memory"] = False
-        else:
-            keys |= {"protrain_n_persist_override": 0, "protrain_n_buffer_override": 2}
-        path = tmp_path / f"{name}.yaml"
-        path.write_text(yaml.safe_dump(keys), "utf-8")
+    for name, mode in modes.items():
+        path = folder / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(keys | mode | {"output_dir": name}), "utf-8")
         axolotl = [str(Path(sys.executable).parent / "axolotl"), "train", str(path)]
         modules = os.pathsep.join([str(ROOT / "tests/protrain"), *sys.path])
         subprocess.run(
             [sys.executable, *axolotl, "--launcher=python"],
             env={**ENV, "CUDA_VISIBLE_DEVICES": "0", "PYTHONPATH": modules},
-            cwd=tmp_path,
+            cwd=folder,
             check=True,
         )
-        states = sorted((tmp_path / name).glob("checkpoint-*/trainer_state.json"))
+        states = sorted((folder / name).glob("checkpoint-*/trainer_state.json"))
         history = json.loads(states[-1].read_text())["log_history"]
         found.append(
             [(e.get("loss"), e.get("reward"), e.get("grad_norm")) for e in history]
         )
-    assert found[0] == found[1]
+    return found
+
+
+def test_answers_are_those_of_plain(demo: dict[str, Any], tmp_path: Path) -> None:
+    """Only this sees a token drawn from logits of a chunk that was let go too early."""
+    paged, plain = both(demo, tmp_path, LORA, "sampling_plugin.TorchScores")
+    assert paged == plain
     report = json.loads((tmp_path / "paged/protrain/report.json").read_text())
     assert report["generated"]["phases"] == 3
+
+
+@pytest.mark.parametrize("base", [{}, LORA], ids=["full", "LoRA"])
+def test_a_server_gets_the_weights_of_plain(
+    base: dict[str, Any], demo: dict[str, Any], tmp_path: Path
+) -> None:
+    """Only this sees weights that are sent, or merged, before they are on the device."""
+    trl = SAMPLING["trl"] | {"use_vllm": True, "vllm_mode": "server"}
+    plugins = "sampling_plugin.TorchScores", "served_plugin.ServedPlugin"
+    paged, plain = both(demo, tmp_path, base | {"trl": trl}, *plugins)
+    assert paged == plain
+    got, wanted = (
+        json.loads((tmp_path / name / "served.json").read_text())
+        for name in ("paged", "plain")
+    )
+    assert got == wanted and len(got["syncs"]) == 3
+    report = json.loads((tmp_path / "paged/protrain/report.json").read_text())
+    assert report["sent"]["times"] == 3
+    told = report["device_bytes"]
+    if base:
+        # without a reference, which counts as what no trace sees
+        unseen = measured_unseen_bytes(CUDA, told["budget"] + told["reserve"])
+        predicted = told["phases"]["sending"] - unseen
+        assert 0.9 < report["sent"]["device_bytes"] / predicted < 1 + WITHIN

@@ -44,6 +44,7 @@ PROTRAIN = "axolotl.integrations.protrain.ProTrainPlugin"
 SEEDING = "seeding_plugin.SeedingPlugin"
 TORCH_KERNELS = "torch_kernels_plugin.TorchKernelsPlugin"
 LIGER = "axolotl.integrations.liger.LigerPlugin"
+SERVED = "served_plugin.ServedPlugin"
 COMPILING = "compiling_plugin.CompilingPlugin"
 DISTILLING = "axolotl.integrations.kd.KDPlugin"
 BASE: dict[str, Any] = {
@@ -160,6 +161,11 @@ class Job:
     def distils(self) -> bool:
         """Whether it has arguments that a process knows whose first job has them."""
         return DISTILLING in self.settings["plugins"]
+
+    @property
+    def served(self) -> bool:
+        """Whether its process finds vLLM, for which TRL looks once."""
+        return SERVED in self.settings["plugins"]
 
     def but(self, *settings: Mapping[str, Any]) -> Job:
         """The same training with other keys."""
@@ -393,13 +399,13 @@ class Workers:
         return self._tasks[wanted.name]
 
     def _serve(self) -> None:
-        groups: dict[tuple[int, bool, bool], list[Worker]] = {}
+        groups: dict[tuple[int, bool, bool, bool], list[Worker]] = {}
         while True:
             task = self._queue.get()
             if task.job is None:
                 return
             size, interpreted = task.job.num_ranks, task.job.interpreted
-            kind = size, interpreted, task.job.distils
+            kind = size, interpreted, task.job.distils, task.job.served
             group = groups.get(kind, [])
             if not group or any(process.poll() is not None for process in group):
                 for process in group:

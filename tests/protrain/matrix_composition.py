@@ -13,6 +13,7 @@ from axolotl_jobs import (
     PAGED,
     PROTRAIN,
     SEEDING,
+    SERVED,
     TORCH_KERNELS,
     job,
     overrides,
@@ -183,6 +184,12 @@ def _trl(**keys: Any) -> Keys:
     return {"trl": SAMPLING["trl"] | keys}
 
 
+ASKING: Keys = (
+    SAMPLING
+    | _trl(use_vllm=True, vllm_mode="server")
+    | {"plugins": [PROTRAIN, SEEDING, SERVED]}
+)
+"""A server answers, that a plugin has started."""
 SAMPLED: dict[str, Keys] = {
     "rl: grpo": SAMPLING,
     "rl: gdpo": SAMPLING | {"rl": "gdpo"},
@@ -204,10 +211,10 @@ NOT_SAMPLED: dict[str, tuple[Keys, str, str]] = {
         "Axolotl gives TRL the adapter's configuration beside a model that has it, for gdpo "
         "alone: the plain run ends so too",
     ),
-    "`trl.use_vllm`": (
-        SAMPLING | _trl(use_vllm=True),
-        "`trl.use_vllm: true` merges adapters into weights that are paged out",
-        "the weights that the server is sent are merged where they lie. Not tried",
+    "`trl.use_vllm`, `vllm_mode: colocate`": (
+        SAMPLING | _trl(use_vllm=True, vllm_mode="colocate"),
+        "`trl.vllm_mode: colocate` has a second copy of the weights and a cache on the card",
+        "vLLM takes its memory of the card by itself, as a part of all of it. Not tried",
     ),
 }
 COMPILED: Keys = {"plugins": [PROTRAIN, SEEDING, COMPILING]}
@@ -376,6 +383,25 @@ CELLS: tuple[Cell, ...] = (
         for row, more in SAMPLED.items()
         for base, keys in (*BASES.items(), ("QLoRA", QLORA))
         if base == "full" or more.get("rl") != "gdpo"
+    ),
+    *(
+        Cell(
+            "Trainers that sample",
+            "`trl.use_vllm`, `vllm_mode: server`",
+            base,
+            pair("llama", keys, ASKING, plan=HALF),
+        )
+        for base, keys in BASES.items()
+    ),
+    Cell(
+        "Trainers that sample",
+        "`trl.use_vllm`, `vllm_mode: server`",
+        "QLoRA",
+        refused=job("llama", QLORA, PAGED, ASKING),
+        reason="TRL sends the packed bytes of such a base under the names of its weights, "
+        "into which no server can load them: the plain run does so too",
+        message="`load_in_4bit: true` with `trl.use_vllm: true` sends the server packed "
+        "bytes",
     ),
     *(
         Cell(

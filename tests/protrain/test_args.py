@@ -53,6 +53,7 @@ LORA = {
     "lora_mlp_kernel": False,
 }
 QLORA = {**LORA, "adapter": "qlora", "load_in_4bit": True}
+SERVED = {"rl": "grpo", "trl": {"use_vllm": True}}
 
 
 class Merged(AxolotlInputConfig, ExpertParallelArgs, KernelsArgs, ProTrainArgs):
@@ -294,6 +295,8 @@ def test_a_wrong_type_is_an_error_even_when_switched_off():
         QLORA,
         {**LORA, "load_in_4bit": True},
         {**QLORA, "bnb_config_kwargs": {"bnb_4bit_use_double_quant": True}},
+        {**LORA, **SERVED},
+        {"rl": "grpo", "trl": {"use_vllm": False, "vllm_mode": "colocate"}},
     ],
     ids=str,
 )
@@ -362,7 +365,25 @@ REFUSED_IN_AXOLOTL = [
     ("unfrozen_parameters", {"unfrozen_parameters": ["embed_tokens.weight$[7]"]}),
     *(
         (f"trl.{key}: true", {"rl": "grpo", "trl": {key: True}})
-        for key in ("use_vllm", "sync_ref_model", "async_prefetch", "use_data_producer")
+        for key in ("sync_ref_model", "async_prefetch", "use_data_producer")
+    ),
+    (
+        "trl.vllm_mode: colocate",
+        {"rl": "grpo", "trl": {"use_vllm": True, "vllm_mode": "colocate"}},
+    ),
+    ("load_in_4bit: true` with `trl.use_vllm: true", {**QLORA, **SERVED}),
+    (
+        "protrain_disk_dir: /disk` with `trl.use_vllm: true",
+        {**LORA, **SERVED, "protrain_disk_dir": "/disk"},
+    ),
+    (
+        "model_quantization_config: FineGrainedFP8Config` with `trl.use_vllm: true",
+        {
+            **LORA,
+            **SERVED,
+            "model_quantization_config": "FineGrainedFP8Config",
+            "model_quantization_config_kwargs": {"dequantize": True},
+        },
     ),
     ("rl: ebft", {"rl": "ebft", "ebft": {"mode": "structured"}}),
     ("precompute_ref_log_probs", {"rl": "dpo", "precompute_ref_log_probs": True}),

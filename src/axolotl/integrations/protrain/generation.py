@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from datasets import Dataset
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer
 
 from .core.errors import ConfigError
 from .core.planner.job import trace_loss
 from .core.planner.memory import inference_bytes
-from .core.types import Generation, Trace, Work
+from .core.types import Generation, Served, Trace, Work
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -93,6 +94,12 @@ def sampled_batch(trainer: Any, asked: Asked) -> dict[str, Any]:
     batch["prompt_mask"][0, 0] = 0
     if trainer.args.gradient_accumulation_steps % _micro_batches(trainer):
         batch["old_per_token_logps"] = torch.zeros(rows, completion)
+    if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
+        whole = str(trainer.vllm_importance_sampling_mode).startswith("sequence")
+        batch["old_per_token_logps"] = torch.zeros(rows, completion)
+        batch["importance_sampling_ratio"] = torch.ones(
+            rows, 1 if whole else completion
+        )
     if trainer.beta != 0.0:
         batch["ref_per_token_logps"] = torch.zeros(rows, completion)
     return batch
@@ -106,6 +113,65 @@ def _micro_batches(trainer: Any) -> int:
 def _padded(trainer: Any, tokens: int) -> int:
     multiple = getattr(trainer, "pad_to_multiple_of", None) or 1
     return -(-tokens // multiple) * multiple
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """Parameters into which adapters are merged together, or one of which nothing is.
+
+    Attributes:
+        layers: Of adapters, in the order of their modules.
+        is_shared: Layers that are apart in the model share a weight.
+    """
+
+    params: tuple[nn.Parameter, ...]
+    layers: tuple[Any, ...] = ()
+    is_shared: bool = False
+
+    @property
+    def visiting_bytes(self) -> int:
+        """Device bytes while it is there, with what merging makes: the product of two
+        small matrices, and the same scaled."""
+        widest = max(param.itemsize for param in self.params)
+        product = widest * max(param.numel() for param in self.params)
+        return sum(p.nbytes for p in self.params) + 2 * product * bool(self.layers)
+
+
+def units_of(model: nn.Module) -> list[Unit]:
+    """Divide the parameters of a model by what has to be on the device at once."""
+    tops: dict[nn.Parameter, list[nn.Module]] = {}
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        if isinstance(module, BaseTunerLayer) and module not in inside:
+            inside.update(module.modules())
+            own = [*module.parameters()]
+            sharing = {id(tops[p]): tops[p] for p in own if p in tops}
+            top = [*(m for each in sharing.values() for m in each), module]
+            tops.update((p, top) for m in top for p in m.parameters())
+    units = []
+    for top in {id(each): each for each in tops.values()}.values():
+        params = dict.fromkeys(p for m in top for p in m.parameters())
+        layers = (m for t in top for m in t.modules() if isinstance(m, BaseTunerLayer))
+        units.append(Unit(tuple(params), tuple(layers), len(top) > 1))
+    return units + [Unit((p,)) for p in model.parameters() if p not in tops]
+
+
+def served_by(trainer: Any) -> Served | None:
+    """Describe what a trainer sends to a server that answers; None where the model does."""
+    if not trainer.use_vllm:
+        return None
+    every, num_steps = _micro_batches(trainer), trainer.args.gradient_accumulation_steps
+    model, units = trainer.model, units_of(trainer.model)
+    # as TRL does
+    aside = "original_module", getattr(model, "prefix", "original_module")
+    sent = (p for n, p in model.named_parameters() if not any(a in n for a in aside))
+    return Served(
+        sum(param.nbytes for param in sent),
+        max(unit.visiting_bytes for unit in units),
+        every % num_steps != 0,
+        max(every / num_steps, 1.0),
+        any(unit.layers for unit in units),
+    )
 
 
 _TRACED: dict[Any, Generation] = {}

@@ -134,6 +134,9 @@ def traced_job(
         # answers are scored before they are trained with, too
         ratio = max(workload.eval_ratio, 1.0)
         workload = replace(workload, generation=sampled, eval_ratio=ratio)
+    if objective is not None and objective.served is not None:
+        ratio = max(workload.eval_ratio, 1.0)
+        workload = replace(workload, served=objective.served, eval_ratio=ratio)
     if workload.host_can_update and device_type == "cpu" and not masters:
         workload = replace(workload, host_is_exact=True)
     own, said = None if objective else dict(batch), tuple(assumptions)

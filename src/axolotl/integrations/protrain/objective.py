@@ -25,7 +25,8 @@ from transformers import Trainer, TrainerState
 
 from .core.errors import FOREIGN_ERRORS
 from .core.planner.meta import meta_copy
-from .generation import Asked, asked_of, generates, sampled_batch
+from .core.types import Served
+from .generation import Asked, asked_of, generates, sampled_batch, served_by
 
 Collate = Callable[[list[dict[str, Any]]], Any]
 _META = torch.device("meta")
@@ -41,13 +42,16 @@ class Objective:
         batch: The largest that its collator makes, on the host.
         others: Models that it holds beside the one that trains, by attribute, on the meta
             device.
-        sampled: Sequences that it generates before that; None for none.
+        sampled: Sequences that it generates before that; None for none, or where a server
+            does.
+        served: What that server is sent.
     """
 
     batch: Mapping[str, Any]
     others: Mapping[str, nn.Module]
     _trainer: Trainer
     sampled: Asked | None = None
+    served: Served | None = None
 
     def loss(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         """Compute the loss of a batch, by a copy of the model on the meta device;
@@ -121,7 +125,8 @@ def objective_of(
         and isinstance(value, nn.Module)
         and name not in ("model", "model_wrapped")
     }
-    return Objective(batch, others, trainer, sampled)
+    served = served_by(trainer) if sampled else None
+    return Objective(batch, others, trainer, None if served else sampled, served)
 
 
 def _longest_rows(dataset: Any, num_rows: int) -> list[dict[str, Any]]:

@@ -232,7 +232,7 @@ def refusals(settings: Mapping[str, Any]) -> list[str]:
     """One line for every setting, ours or Axolotl's, that ProTrain cannot work with."""
     # of a YAML as it is spelt, too: pydantic takes "false" for false
     settings = {k: v for k, v in _considered(settings).items() if not _is_off(v)}
-    lines = _of_sampling(settings.get("trl") or {})
+    lines = _of_sampling(settings)
     if _entry(settings.get("model_quantization_config_kwargs"), "dequantize"):
         # plain weights once they are loaded
         config = settings.get("model_quantization_config")
@@ -299,11 +299,6 @@ def refusals(settings: Mapping[str, Any]) -> list[str]:
 
 _SAMPLING = (
     Refusal(
-        "use_vllm",
-        "merges adapters into weights that are paged out, and sends them to a server",
-        "Remove it: the model that trains generates its answers",
-    ),
-    Refusal(
         "sync_ref_model",
         "mixes weights of a reference on the device with ones that are on the host",
     ),
@@ -314,14 +309,50 @@ _SAMPLING = (
 )
 
 
-def _of_sampling(trl: Any) -> list[str]:
+_COLOCATED = Refusal(
+    "trl.vllm_mode",
+    "has a second copy of the weights and a cache on the card that trains, which no plan "
+    "counts",
+    "Use `server`, with vLLM on another card, or remove `trl.use_vllm`: the model that "
+    "trains answers",
+)
+_SERVED = (
+    *_each(
+        "load_in_4bit load_in_8bit",
+        "with `trl.use_vllm: true` sends the server packed bytes: TRL merges into them, and "
+        "does not unpack",
+        "Load the base in 16 bits, or remove `trl.use_vllm`: the model that trains answers",
+    ),
+    *_each(
+        "model_quantization_config protrain_disk_dir",
+        "with `trl.use_vllm: true` and an adapter keeps a base that nobody can write, and "
+        "merging and unmerging the adapter rounds it",
+        "Remove one of them: without `trl.use_vllm` the model that trains answers",
+        when=lambda value: value is not None,
+    ),
+)
+"""Keys under which what a server is sent would be wrong, or what is left here."""
+
+
+def _of_sampling(settings: Mapping[str, Any]) -> list[str]:
     """A line for each key of `trl`, a mapping or validated, under which answers come in
-    another way."""
+    another way than ProTrain follows."""
+    trl = settings.get("trl") or {}
     trl = trl if isinstance(trl, Mapping) else vars(trl)
-    return [
+    trl = {key: value for key, value in trl.items() if value and not _is_off(value)}
+    lines = [
         row._replace(key=f"trl.{row.key}").message(trl[row.key])
         for row in _SAMPLING
-        if trl.get(row.key) and not _is_off(trl[row.key])
+        if row.key in trl
+    ]
+    if "use_vllm" not in trl:
+        return lines
+    if trl.get("vllm_mode") == "colocate":
+        lines.append(_COLOCATED.message("colocate"))
+    return lines + [
+        row.message(settings[row.key])
+        for row in _SERVED[: 4 if settings.get("adapter") else 2]
+        if row.when(settings.get(row.key))
     ]
 
 

@@ -43,6 +43,7 @@ from .core.sizes import format_bytes
 from .interrupts import DeferredSignals
 from .job import about, batch_tokens, compile_keys, disk_dir, plan_here
 from .prediction import CHECKED_STEP, UNCOUNTED, Prediction
+from .pushing import pushing
 from .recovery import Recovery
 from .report.run import WATCHED_STEPS, RunReport
 from .waves import Waves
@@ -432,15 +433,20 @@ class TrainingRun:
         self._notices.once(f"ProTrain: {checkpoint.name} is complete.")
 
     @contextmanager
-    def sampling(self, model: nn.Module) -> Iterator[None]:
-        """Inside, a trainer may let the model generate; see `Waves`."""
-        if self.session is None or self.report is None:
+    def sampling(self, trainer: Any) -> Iterator[None]:
+        """Inside, a trainer may let the model generate, or a server; see `Waves`, `Push`."""
+        session, report = self.session, self.report
+        if session is None or report is None:
             yield
             return
-        if self._waves is None:
-            self._waves = Waves(self.session, self.report, self.ranks, self.log)
+        server = getattr(trainer, "vllm_generation", None)
+        if server is not None:
+            around = pushing(session, server, self.full_params, report.sent)
+        else:
+            self._waves = self._waves or Waves(session, report, self.ranks, self.log)
+            around = self._waves.around(trainer.model)
         started = time.perf_counter()
-        with self._waves.around(model):
+        with around:
             yield
         # no part of what a step is predicted to take
         self._started += time.perf_counter() - started

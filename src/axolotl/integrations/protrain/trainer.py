@@ -162,13 +162,12 @@ class ProTrainTrainerMixin(_Mixed):
     def _prepare_inputs(self, inputs: Any) -> Any:
         if isinstance(inputs, Sampled):
             return inputs.batch
-        model = cast(Any, self.model)
-        sampling = self.protrain.sampling(model) if generates(cast(Any, self)) else None
+        sampling = self.protrain.sampling(self) if generates(cast(Any, self)) else None
         with sampling or nullcontext():
             prepared = super()._prepare_inputs(inputs)
         if self.protrain.session is None:
             # before and after training the model is on the host
-            return send_to_device(prepared, model.device)
+            return send_to_device(prepared, cast(Any, self.model).device)
         return prepared
 
     def _clip_grad_norm(self, model: Any) -> Any:

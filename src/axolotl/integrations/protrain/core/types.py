@@ -483,6 +483,24 @@ class Generation:
 
 
 @dataclass(frozen=True)
+class Served:
+    """Weights that go to a server, which samples in the place of the model that trains.
+
+    Attributes:
+        nbytes: Of all of them, each time.
+        visiting_bytes: Of the device, for the largest that are there at once.
+        amid_step: As in `Generation`; so is `steps`.
+        merged: Adapters are merged into them first, which changes them.
+    """
+
+    nbytes: int
+    visiting_bytes: int
+    amid_step: bool = False
+    steps: float = 1.0
+    merged: bool = False
+
+
+@dataclass(frozen=True)
 class Workload:
     """Settings of a step in the YAML, beside the model and its batch.
 
@@ -505,6 +523,7 @@ class Workload:
         eval_ratio: Tokens of an evaluation batch over those of a micro-batch; 0 without
             evaluation.
         generation: What the model samples between two steps; None for nothing.
+        served: What a server is sent that samples instead; None without one.
         loader_bytes: Batches that the dataloader of each rank holds on the host.
         mapped_bytes: Weights that are pages of their files until they move.
         world: Who trains together; the rest is of one rank.
@@ -524,6 +543,7 @@ class Workload:
     elementwise: bool = True
     eval_ratio: float = 0.0
     generation: Generation | None = None
+    served: Served | None = None
     loader_bytes: int = 0
     mapped_bytes: int = 0
     world: World = ALONE

@@ -389,6 +389,8 @@ def _preference_trainer(
         patch.object(dpo_trainer, "create_model_from_path", reference),
         patch.object(kto_trainer, "create_model_from_path", reference),
         patch.object(grpo_trainer, "create_model_from_path", reference),
+        # which would wait for a server
+        patch.object(grpo_trainer, "VLLMGeneration", _nothing),
         # those of the YAML are somebody's code, which a plan need not run
         patch.object(GRPOStrategy, "get_reward_func", lambda _name: _no_reward),
         _META,

@@ -106,6 +106,7 @@ def forecast_dict(forecast: Forecast) -> dict[str, Any]:
             "phases": host.phases,
         },
         "generation": generation_dict(forecast),
+        "served": served_dict(forecast),
         "step_s": {
             "total": step.total_s,
             "lanes": dict(step.busy_s),
@@ -139,6 +140,40 @@ def generation_dict(forecast: Forecast) -> dict[str, Any] | None:
         "total_s": plan.total_s,
         "tokens_per_s": plan.tokens_per_s,
     }
+
+
+def served_dict(forecast: Forecast) -> dict[str, Any] | None:
+    """Describe what goes to a server that answers, and what that costs here; None without."""
+    served, plan = forecast.workload.served, forecast.plan
+    if served is None:
+        return None
+    chunks = [forecast.layout.chunks[index] for index in plan.away]
+    fetched = sum(chunk.payload_bytes for chunk in chunks)
+    frozen = (chunk.payload_bytes for chunk in chunks if not chunk.trainable)
+    offloaded = sum(frozen) if served.merged else 0
+    hardware = forecast.hardware
+    return {
+        "every_steps": served.steps,
+        "sent_bytes": served.nbytes,
+        "visiting_bytes": served.visiting_bytes,
+        "fetched_bytes": fetched,
+        "offloaded_bytes": offloaded,
+        "copies_s": fetched / hardware.fetch_bytes_s
+        + offloaded / hardware.offload_bytes_s,
+    }
+
+
+def format_served(answer: Mapping[str, Any]) -> str:
+    """Say who answers and what is sent there, of a report or an answer of `plan --json`."""
+    made = answer["served"]
+    every = made["every_steps"]
+    return (
+        "Answers: a server gives them, so that nothing is held here for them, no keys and "
+        f"values either. {format_bytes(made['sent_bytes'])} of weights go there every "
+        f"{'step' if every == 1 else f'{every:g} steps'}, of which at most "
+        f"{format_bytes(made['visiting_bytes'])} are on the device at once; copies here "
+        f"take {format_seconds(made['copies_s'])}, the network is not known"
+    )
 
 
 def format_generation(answer: Mapping[str, Any]) -> str:

@@ -50,6 +50,21 @@ class Generated:
 
 
 @dataclass
+class Sent:
+    """Weights that a run has sent to a server which answers.
+
+    Attributes:
+        times: All of them, `nbytes` in all.
+        device_bytes: Of the device, at most in the first of them.
+    """
+
+    times: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+    device_bytes: int = 0
+
+
+@dataclass
 class RunReport:
     """Everything that report.json says, filled in as the run goes on.
 
@@ -69,6 +84,7 @@ class RunReport:
     ranks: list[dict[str, Any]] = field(default_factory=list)
     evaluation_bytes: int = 0
     generated: Generated = field(default_factory=Generated)
+    sent: Sent = field(default_factory=Sent)
 
     def table(self) -> str:
         """The plan and its prediction, as `plan` shows them."""
@@ -131,6 +147,7 @@ class RunReport:
             "lanes": None,
             "ranks": self.ranks,
             "generated": asdict(self.generated),
+            "sent": asdict(self.sent),
             "device": self.device,
             "notches": self.notches,
             "notes": self.notes,

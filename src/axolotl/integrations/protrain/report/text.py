@@ -38,6 +38,7 @@ from .forecast import (
     format_policies,
     format_rate,
     format_seconds,
+    format_served,
     highest_phase,
     plain_pace,
 )
@@ -198,6 +199,8 @@ def _plan(answer: Answer, head: str) -> Iterator[RenderableType]:
     )
     if answer.get("generation"):
         yield format_generation(answer)
+    if answer.get("served"):
+        yield format_served(answer)
     on_device, on_host = answer["device_bytes"], answer["host_bytes"]
     # the host's terms are those of training; loading or saving may take more
     host_peak = f"peak ({highest_phase(on_host['phases'])})"

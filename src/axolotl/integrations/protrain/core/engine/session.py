@@ -66,6 +66,7 @@ from .staging import Staging
 from .state import state_bytes
 from .step import Step
 from .swap import Swap, SwapBlock
+from .visiting import Visiting
 from .worker import HostWorker
 
 
@@ -118,6 +119,7 @@ class Session:
 
     Attributes:
         holding: Keeps chunks that page on the device for many forwards in a row.
+        visiting: Brings some weights to the device inside of `full_params`.
 
     Raises:
         ValueError: The plan shards chunks over other ranks than a node has.
@@ -167,6 +169,7 @@ class Session:
         )
         self._full_params = self._step.full_params = FullParams(self._step)
         self.holding = Holding(self._step, self._full_params)
+        self.visiting = Visiting(self._step, self._full_params)
         self._access = StateAccess(self._step, self._full_params)
         self._state_hooks: list[StateHooks] = []
         self._take_gradients()

@@ -42,13 +42,15 @@ _KEEP, _SWAP, _SWAP_INPUT = Policy.KEEP, Policy.SWAP, Policy.SWAP_INPUT
 
 
 _OF_LOSS = " of the loss"
-GENERATION = "generation"
+GENERATION, SENDING = "generation", "sending"
 
 
 def moment(label: str) -> str:
     """Say when a labelled point is, for people, whom the operator tells nothing."""
     if label == GENERATION:
         return "while answers are generated"
+    if label == SENDING:
+        return "while weights go to the server that answers"
     where = label.partition(", ")[0]
     return "while computing the loss" if _OF_LOSS in label else f"at {where}"
 
@@ -367,6 +369,9 @@ class MemoryModel:
             # one sequence at least
             there = sampled.amid_step * p.gradients
             inference = max(inference, there + sampled.row_bytes)
+        if (served := self.workload.served) is not None:
+            there = served.amid_step * p.gradients
+            inference = max(inference, there + served.visiting_bytes)
         return p.base + max(highest, update, inference) + self.hardware.unseen_bytes
 
     def standing_bytes(self, plan: Plan) -> int:
@@ -395,6 +400,16 @@ class MemoryModel:
                 gradients=sampled.amid_step * states.gradients,
                 activations=cache_bytes,
                 working=working_bytes,
+            )
+            timeline = (*timeline[:-1], point, timeline[-1])
+        if (served := self.workload.served) is not None:
+            point = replace(
+                timeline[-1],
+                label=SENDING,
+                phase=SENDING,
+                gradients=served.amid_step * states.gradients,
+                activations=0,
+                working=served.visiting_bytes,
             )
             timeline = (*timeline[:-1], point, timeline[-1])
         unseen = self.hardware.unseen_bytes

@@ -1,0 +1,5 @@
+"""See `vllm`."""
+
+
+class StructuredOutputsParams:
+    """Stands for grammars of answers."""
