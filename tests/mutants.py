@@ -49,8 +49,13 @@ ENGINE = sorted(
     f"core/engine/{path.name}" for path in (ROOT / PACKAGE / "core/engine").glob("*.py")
 )
 RANKS = [
-    f"{CORE}/test_ranks.py::test_equals_plain_ddp[2-{case}]"
-    for case in ("B-slow", "C-slow", "B-skips", "C-skips", "C-mixed")
+    *(
+        f"{CORE}/test_ranks.py::test_equals_plain_ddp[2-{case}]"
+        for case in "B-slow C-slow B-skips C-skips C-mixed B-looks B-host-skips".split()
+    ),
+    f"{CORE}/test_ranks.py::test_a_load_waits_for_ranks_in_a_pass[2-loads]",
+    f"{CORE}/test_ranks.py::test_a_gradient_that_one_rank_sets_to_none_is_in_no_average"
+    "[2-drops]",
 ]
 """Tests in processes of their own, which note no calls: for what the others miss."""
 
@@ -74,13 +79,21 @@ EQUIVALENT = {
     "operands, which are fetched after that event",
     "full_params.py FullParams._show: self.hide()": "a copy on one of several ranks has "
     "shown the same bytes, which are bound once more",
+    "param_store.py ParamStore.move_out: stream.wait(self._device.compute.record())": "on a "
+    "card alone, and closing has waited for all streams: for who checks accesses by thread",
+    "param_store.py ParamStore.move_out: stream.record().synchronize()": "the same: each "
+    "thread has waited for its copies",
     "step.py Step.optimizer_step: self.due.apply_all()": "only gives memory back earlier: "
     "a chunk whose step waits has been in no pass since, and has no gradient",
     "swap.py Swap.open_backward: self.settle()": "only gives memory back earlier",
 }
 """Mutants that no test can notice, by name, and why."""
 
-ON_A_CARD = ("device.py CudaDevice.", "device.py _timed:")
+ON_A_CARD = (
+    "device.py CudaDevice.",
+    "device.py _timed:",
+    "param_store.py ParamStore._fetched_to_host:",
+)
 """What core's tests do not run: tests/cuda_emulation has a table of such mutants."""
 
 CRASH = "tests/ends its process"

@@ -330,6 +330,10 @@ WAITS: dict[str, tuple[type, str, str, str, str]] = {
         *(DEVICE, "synchronize", "__call__", "holding.py"),
         "all held",
     ),
+    "weights that stayed are given back before they have left": (
+        *(torch.cuda.Event, "synchronize", "_fetched_to_host", "param_store.py"),
+        "mixed",
+    ),
     "codes are unpacked before they are here": (
         *(STREAM, "wait", "_unpack", "slots.py"),
         "packed, two slots",

@@ -36,7 +36,9 @@ from core_models import (
     freeze,
     make_plan,
     packed_stack,
+    slowly,
     stack,
+    twin,
 )
 from safetensors.torch import load_file, save_file
 from simulated import SimulatedDevice, at_random
@@ -359,7 +361,9 @@ def _device(case: Case, ranks: Ranks) -> Device:
 def _look(
     model: nn.Module, session: Session | None, norms: list[float], changes: float
 ) -> None:
-    """Note norms of weights and gradients, and change both; one rank is behind."""
+    """Note norms of weights, of a copy too, and gradients, and change both; one rank is
+    behind."""
+    norms += [param.norm().item() for param in copy.deepcopy(model).parameters()]
     *_, last = model.parameters()
     behind = dist.get_rank() == dist.get_world_size() - 1
     with session.full_params() if session else nullcontext():
@@ -629,15 +633,21 @@ def loads(ranks: Ranks) -> dict[str, Any]:
     after it: of the model, and of an optimizer with masters."""
     model = stack(dtype=torch.bfloat16)
     layout = build_layout(model)
-    options, plan = Options(fp32_master=True), make_plan(layout, outside=HOST_STATE)
+    options, plan = (
+        Options(fp32_master=True),
+        make_plan(layout, outside=HOST_STATE, update=Update.HOST),
+    )
     session = Session(model, layout, plan, CpuDevice(), options, ranks)
     optimizer = session.wrap_optimizer(adamw(model))
     first = _copied(model.state_dict())
     tokens, found = batches(1)[0], {}
-    _accumulate(model, model, [tokens], session, optimizer)
-    with session.gathered_state():
-        state = _copied(optimizer.state_dict()) if ranks.rank == 0 else None
+    with before_updates(slowly):
+        _accumulate(model, model, [tokens], session, optimizer)
+        # the first update, which makes the state, is still to come
+        with session.gathered_state():
+            state = _copied(optimizer.state_dict()) if ranks.rank == 0 else None
     state = ranks.collect(state)[0]
+    found["missing"] = sum("exp_avg" not in own for own in state["state"].values())
     for name, load in {
         "model": partial(model.load_state_dict, first),
         "optimizer": partial(optimizer.load_state_dict, state),
@@ -702,6 +712,30 @@ def twice(ranks: Ranks) -> dict[str, Any]:
         said = str(error)
     session.close()
     return {"said": said}
+
+
+def drops(ranks: Ranks) -> dict[str, Any]:
+    """How far an average is from what the ranks give who do not set theirs to None, after a
+    step that is skipped once its averages are there."""
+    model = stack()
+    plain, layer, layout = twin(model), model.layers[2], build_layout(model)
+    session = Session(model, layout, make_plan(layout), CpuDevice(), ranks=ranks)
+    optimizer, tokens = session.wrap_optimizer(adamw(model)), batches(1)[0]
+    session.begin_micro_batch(True)
+    model(tokens).backward()
+    session.clip_grad_norm(0.5)
+    optimizer.zero_grad()
+    for last in (False, True):
+        session.begin_micro_batch(last)
+        model(tokens).backward()
+        if ranks.rank == 0:
+            layer.extra.grad, layer.use_extra = None, False
+    plain(tokens).backward()
+    share = 2 * (ranks.world.size - 1) / ranks.world.size
+    with session.full_params():
+        apart = _far(layer.extra.grad, plain.layers[2].extra.grad * share)
+    session.close()
+    return {"apart": apart}
 
 
 MOMENTS = ("opening", "forward", "backward", "update", "closing")
@@ -772,6 +806,7 @@ def idle(ranks: Ranks, idle_rank: str, moment: str) -> None:
 
 ACTS: dict[str, Callable[[Ranks], dict[str, Any]]] = {
     "collectives": collectives,
+    "drops": drops,
     "loads": loads,
     "master": master,
     "memory": memory,

@@ -114,9 +114,6 @@ class DeferredDevice(CpuDevice):
         """Queue a kernel on compute, which must be a queue."""
         self._queues[3].launch(kernel)
 
-    def wait_stalled(self, event: Event) -> None:
-        self.compute.wait(event)
-
     def synchronize(self) -> None:
         for queue in self._queues:
             queue.record().synchronize()

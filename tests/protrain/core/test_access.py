@@ -624,7 +624,11 @@ def test_gradients_are_clipped_where_they_are_shown(plan: str) -> None:
         norm = session.clip_grad_norm(0.1)
         assert norm == nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
         assert gradient_norms(model) == gradient_norms(plain)
-    session.close()
+        decay(model)
+        # what is written counts, though nobody has left yet
+        session.close()
+    decay(plain)
+    assert_same(weights(model), weights(plain))
 
 
 def test_a_stand_in_is_where_its_parameter_is() -> None:

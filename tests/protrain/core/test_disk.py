@@ -34,6 +34,7 @@ from core_models import (
 )
 from safetensors.torch import load_file, save_file
 from simulated import DeferredDevice
+from test_failures import FaultyDevice
 from torch import nn
 
 from axolotl.integrations.protrain.core.engine.chunk_files import (
@@ -155,9 +156,9 @@ def test_a_ring_with_room_for_all_reads_each_chunk_once(tmp_path: Path) -> None:
 def test_a_replan_leaves_them_there(tmp_path: Path) -> None:
     own = frozen()
     other = twin(own)
-    session = open_session(
-        own, disk=tmp_path, n_buffer=2, on_disk=EVERY, resident=(0, 1)
-    )
+    plan: dict[str, Any] = {"n_buffer": 2, "on_disk": EVERY, "resident": (0, 1)}
+    device = FaultyDevice()
+    session = open_session(own, disk=tmp_path, device=device, **plan)
     optimizer, others = wrapped(session), adamw(other)
     data = [batches(2, seed) for seed in range(2)]
     assert train(own, optimizer, data, session) == train(other, others, data)
@@ -165,6 +166,8 @@ def test_a_replan_leaves_them_there(tmp_path: Path) -> None:
     session.replan(make_plan(session.layout, **plan))
     assert train(own, optimizer, data, session) == train(other, others, data)
     session.close()
+    # nor does the ring of the first plan stay
+    assert not device.pinned
 
 
 # what others see

@@ -26,6 +26,7 @@ from core_models import (
     hook_counts,
     make_plan,
     open_session,
+    slowly,
     stack,
     train,
     twin,
@@ -459,6 +460,26 @@ def test_an_update_ends_half_done(failure: Failure) -> None:
     session = weakref.ref(run.session)
     del run
     census.check(faulty, session)
+
+
+def test_an_update_that_is_made_again_is_waited_for() -> None:
+    """Only this reads weights while the host makes what has failed before."""
+    model = stack()
+    plain = twin(model)
+    session = open_session(model, update=Update.HOST)
+    errors = [broken()]
+
+    def fail() -> None:
+        slowly()
+        if errors:
+            raise errors.pop()
+
+    train(plain, adamw(plain), DATA[:1])
+    with before_updates(fail):
+        train(model, wrapped(session), DATA[:1], session)
+        assert caught(session.settle) == "RuntimeError"
+        assert_same(weights(model), weights(plain))
+    session.close()
 
 
 @pytest.mark.parametrize("error", [broken, no_memory])

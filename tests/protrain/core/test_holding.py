@@ -20,6 +20,7 @@ from core_models import (
     wrapped,
 )
 from hypothesis import given, settings, strategies as st
+from simulated import DeferredDevice
 from test_failures import FaultyDevice
 
 from axolotl.integrations.protrain.core.engine.session import Session
@@ -97,6 +98,27 @@ def test_what_is_held_is_fetched_once() -> None:
         rest = len(session.plan.paged) - 3
         # the ring brings some of them for the pass that follows
         assert session.counters.num_fetches - fetched <= 3 + FORWARDS * rest + rest
+    session.close()
+
+
+def test_what_is_updated_while_it_is_held_and_what_is_shown_stay_true() -> None:
+    """Only this sees a slot that goes before its weights have left it, one that backward
+    has left in use, and weights that are shown and taken from slots afterwards."""
+    model = stack()
+    plain = twin(model)
+    session = open_session(model, device=DeferredDevice())
+    data = [batches(2)]
+    losses = train(model, wrapped(session), data, session)
+    assert losses == train(plain, adamw(plain), data)
+    for _ in range(2):
+        with session.holding(session.plan.paged):
+            assert looked_at(model) == looked_at(plain)
+        model(batches(1)[0]).backward()
+    with session.full_params():
+        with session.holding(session.plan.paged):
+            assert looked_at(model) == looked_at(plain)
+        shown = dict(model.named_parameters())
+        assert_same(shown, dict(plain.named_parameters()))
     session.close()
 
 

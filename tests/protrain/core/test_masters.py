@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -75,19 +76,36 @@ def opened(update: Update, accumulation: int = 1, **plan: Any) -> Session:
     )
 
 
-def test_masters_that_are_loaded_bring_their_weights() -> None:
-    """What is on the device is fetched again."""
-    session = opened(Update.DEVICE, resident=[0, 3], inside=HOST_STATE)
-    optimizer = wrapped(session)
-    train(session.model, optimizer, [batches(1)], session)
-    saved, before = copy.deepcopy(optimizer.state_dict()), weights(session.model)
-    loss = session.model(batches(1)[0]).item()
-    train(session.model, optimizer, [batches(1)], session)
-    # slots hold the weights of now
-    assert session.model(batches(1)[0]).item() != loss
-    optimizer.load_state_dict(saved)
-    assert session.model(batches(1)[0]).item() == loss
-    assert_same(weights(session.model), before)
+@pytest.mark.parametrize("shown", [False, True], ids=["hidden", "shown"])
+@pytest.mark.parametrize("masters", [False, True], ids=["weights", "masters"])
+def test_what_is_loaded_is_read_at_once(masters: bool, shown: bool) -> None:
+    """By blocks that are called alone, too: what is on the device is fetched again, in a
+    slot or not, and what backward has left in use."""
+    session = opened(Update.DEVICE, resident=[1, 3], inside=HOST_STATE)
+    model, optimizer = session.model, wrapped(session)
+
+    @torch.no_grad()
+    def read() -> list[float]:
+        x = torch.ones(2, 16, dtype=torch.bfloat16)
+        return [layer(x).sum().item() for layer in model.layers]
+
+    train(model, optimizer, [batches(1)], session)
+    saved, before, numbers = (
+        copy.deepcopy(optimizer.state_dict()),
+        weights(model),
+        read(),
+    )
+    train(model, optimizer, [batches(1)], session)
+    model(batches(1)[0]).backward()
+    with session.full_params() if shown else nullcontext():
+        if masters:
+            optimizer.load_state_dict(saved)
+        else:
+            model.load_state_dict(before)
+        if shown:
+            assert_same(before | dict(model.named_parameters()), before)
+    assert read() == numbers
+    assert_same(weights(model), before)
     session.close()
 
 

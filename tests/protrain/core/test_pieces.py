@@ -23,6 +23,7 @@ from core_models import (
 )
 from hypothesis import given, strategies as st
 from simulated import DeferredDevice
+from test_failures import FaultyDevice
 
 from axolotl.integrations.protrain.core.errors import AccessError
 from axolotl.integrations.protrain.core.layout import build_layout, pieces
@@ -108,7 +109,7 @@ def test_training_in_pieces_is_training(name: str, how: str) -> None:
     assert_same(model.state_dict(), plain.state_dict())
 
 
-@pytest.mark.parametrize("fails_at", [1, 2, 7, 20])
+@pytest.mark.parametrize("fails_at", [1, 2, 7, 19, 20])
 @pytest.mark.parametrize("paged", [True, False])
 def test_a_piece_that_fails_is_made_again_alone(fails_at: int, paged: bool) -> None:
     """Pieces before it keep their update, and none is made twice."""
@@ -116,7 +117,7 @@ def test_a_piece_that_fails_is_made_again_alone(fails_at: int, paged: bool) -> N
     plain = twin(model)
     resident = () if paged else range(6)
     where = {**OFFLOADED, "resident": resident, "inside": Placement.OPTIMIZER_OFFLOADED}
-    session = open_session(model, piece_numel=NUMEL, **where)
+    session = open_session(model, piece_numel=NUMEL, device=DeferredDevice(), **where)
     ours = session.wrap_optimizer(optimizer_of("AdamW, fused", model))
     theirs = optimizer_of("AdamW, fused", plain)
     data = [batches(1, seed) for seed in range(4)]
@@ -143,6 +144,18 @@ def test_a_piece_that_fails_is_made_again_alone(fails_at: int, paged: bool) -> N
     assert_same(model.state_dict(), plain.state_dict())
     for mine, other in zip(ours.state.values(), theirs.state.values(), strict=True):
         assert_same(mine, other)
+    session.close()
+
+
+def test_sums_that_were_added_to_make_room_for_the_next() -> None:
+    """Only this sees a ring that is full of them, and memory that is taken beside it."""
+    model, device = stack(width=24), FaultyDevice()
+    session = open_session(model, device=device, piece_numel=NUMEL, **OFFLOADED)
+    train(model, wrapped(session), [batches(2)], session)
+    model(batches(1)[0]).backward()
+    loss = model(batches(1)[0])
+    device.arm("allocate", 1, RuntimeError("beside the ring"))
+    loss.backward()
     session.close()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
@@ -193,6 +194,25 @@ def test_a_graph_that_is_dropped_frees_its_memory(device: Device) -> None:
         model(tokens).backward()
         # one more than the one that `loss` held while the next was computed
         assert session.measured().host_swap_bytes <= 2 * taken
+
+
+def test_what_the_last_block_has_sent_is_free_for_what_follows() -> None:
+    """Which often is the peak of a step: as much as if copies took no time."""
+    used: list[int] = []
+    with closing(SimulatedDevice(at_rate(1e9), at_rate(1e6))) as slow:
+        for device in (CpuDevice(), slow):
+
+            def look(*_: Any, device: Device = device) -> None:
+                # a thread that has copied lets go a moment later
+                time.sleep(0.05)
+                used.append(device.used_bytes())
+
+            model = stack(width=32)
+            model.norm.register_forward_pre_hook(look)
+            with closing(open_session(model, device=device, swap=ALL)) as session:
+                with session.watch():
+                    model(batches(1, length=LENGTH)[0])
+    assert used[0] == used[1]
 
 
 def test_a_result_that_its_node_keeps_is_freed_without_backward() -> None:

@@ -213,7 +213,7 @@ def test_a_load_waits_for_ranks_in_a_pass(
 ) -> None:
     got = found(ranks, case)
     assert got.pop("model changed") and got.pop("optimizer changed")
-    assert got == {"model": 0.0, "optimizer": 0.0}
+    assert got == {"model": 0.0, "optimizer": 0.0, "missing": 0}
 
 
 @pytest.mark.parametrize("case", ["twice"])
@@ -224,6 +224,14 @@ def test_two_backward_passes_at_once_are_refused(
     assert (
         "a second backward pass in the last micro-batch" in found(ranks, case)["said"]
     )
+
+
+@pytest.mark.parametrize("case", ["drops"])
+@pytest.mark.parametrize("ranks", [2])
+def test_a_gradient_that_one_rank_sets_to_none_is_in_no_average(
+    ranks: int, case: str, found: Callable[[int, str], dict[str, Any]]
+) -> None:
+    assert found(ranks, case)["apart"] == 0
 
 
 TWO_NODES = ["B-full-3-clip", "B-skips", "C-full-3-clip", "C-mixed"]

@@ -72,9 +72,14 @@ class StateAccess:
         for host in step.hosts:
             if host.chunk is chunk:
                 host.renew_masters(range(len(host.params)))
+        self._renew_on_device([chunk.index])
+
+    def _renew_on_device(self, chunks: Iterable[int]) -> None:
+        """Have these chunks, of which the host has other values now, fetched again."""
+        step = self._step
         step.slots.forget_all()
-        if not self._full_params.shows_writes and chunk.index not in step.plan.away:
-            step.due.stale.add(chunk.index)
+        if not self.shows_writes:
+            step.due.stale.update(c for c in chunks if c not in step.plan.away)
             step.due.refresh_stale()
 
     def before_state_access(self) -> None:
@@ -89,18 +94,10 @@ class StateAccess:
         """Overwrite fp32 masters, and weights with them."""
         step = self._step
         self._full_params.hide()
-        step.slots.end_use()
         self._begin_load()
-        for param in saved:
-            own, _ = step.updates.place_of(param)
-            if own is None:
-                continue
-            index = own.host.chunk.index
-            if step.slots.slot_of(index) is not None:
-                step.slots.forget(index)
-            else:
-                step.due.stale.add(index)
         self.saved_state.load_masters(saved)
+        found = (step.updates.place_of(param)[0] for param in saved)
+        self._renew_on_device(own.host.chunk.index for own in found if own is not None)
         self._full_params.show_again()
 
     def copying(self, module: nn.Module) -> None:

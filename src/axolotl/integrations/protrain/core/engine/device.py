@@ -125,7 +125,7 @@ class Device:
 
     def wait_stalled(self, event: Event) -> None:
         """Let compute wait for a transfer and count what it loses as stall."""
-        event.synchronize()
+        self.compute.wait(event)
 
     def watch(self, already: int) -> AbstractContextManager[Any]:
         """Count what operators allocate inside, on devices that do not themselves, beside

@@ -61,6 +61,8 @@ class Holding:
                 step.store.rebind(step.plan.paged, step.slots.buffer_for)
             yield
         finally:
+            # a forward inside has shown them again where somebody looks
+            self._full_params.hide()
             # weights that were updated in their slots may be on their way to the host
             step.device.synchronize()
             with normal():

@@ -392,9 +392,9 @@ class GradPlaceholders:
             self._spent.discard(index)
         if now is None and shown is None:
             return
-        self._accept(index, now, now is shown)
-        param.grad = None
         if now is not None:
+            self._accept(index, now, now is shown)
+            param.grad = None
             self.put(index)
         lent = self._lent.pop(index, None)
         del now, shown
@@ -406,11 +406,9 @@ class GradPlaceholders:
                     "of it, whose memory the next gradient takes. Keep a clone."
                 )
 
-    def _accept(self, index: int, now: Tensor | None, was_shown: bool) -> None:
-        host, waits = self.host, index in self.host.waiting
-        if now is None:
-            host.waiting.discard(index)
-        elif waits:
+    def _accept(self, index: int, now: Tensor, was_shown: bool) -> None:
+        host = self.host
+        if index in host.waiting:
             total = host.total(index)
             if not torch.equal(now, total.to(now.device, now.dtype)):
                 host.replace(index, now)

@@ -291,10 +291,6 @@ class StateMemory:
             self._device.pin(region)
         return region
 
-    def settle(self) -> None:
-        """Return once no copy to a region is on its way."""
-        self._device.synchronize()
-
     def release(self, region: Tensor) -> None:
         """Unlock a region that is not needed any longer; a reader keeps its memory."""
         if self._locks:

@@ -66,7 +66,7 @@ _ELEMENTWISE = {
     torch.optim.SGD,
 }
 """Classes that update one element after another, by state of the parameter's shape and
-numbers: a large parameter may be updated in pieces."""
+numbers, all of it from one step on: a large parameter may be updated in pieces."""
 
 
 def is_elementwise(kind: type) -> bool:

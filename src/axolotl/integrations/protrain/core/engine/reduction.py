@@ -146,25 +146,13 @@ class GradientReduction(Gradients):
         for host in self._hosts:
             host.grads.put_agreed()
 
-    def discard(self) -> None:
-        self._due = False
-        super().discard()
-        self._forget_all()
-
     def close(self) -> None:
         super().close()
-        self._forget_all()
+        for host in self._hosts:
+            host.main_grads.arrived.clear()
         if self._pinned is not None:
             self._device.unpin(self._pinned)
             self._pinned = None
-
-    def _forget_all(self) -> None:
-        """No gradient is wanted."""
-        for host, used in zip(self._hosts, self._used, strict=True):
-            host.main_grads.arrived.clear()
-            used.clear()
-            if host.earlier is not None:
-                host.earlier.present.clear()
 
     def _turn(self, host: HostChunk) -> tuple[int, ...]:
         """Backward's order: the plan's, else from the last block to the first, and then
@@ -253,6 +241,9 @@ class GradientReduction(Gradients):
                 gradients.pop(index, None),
                 host.main_grads.tensors[index].dtype,
             )
+            if own is None and param.grad is None and earlier is not None:
+                # somebody has forgotten what there was
+                earlier.present.discard(index)
             if own is not None or (earlier is not None and index in earlier.present):
                 used.add(index)
             if own is None:

@@ -298,16 +298,12 @@ class Session:
         self._full_params.show_again()
 
     def forget_gradients(self) -> None:
-        """Undo the forward and backward passes since the last update."""
+        """Undo the forward and backward passes since the last update, of a rank alone."""
         self._step.forget_gradients()
 
     def settle(self) -> None:
         """Return once no update is pending: what is read next is the truth."""
         self._step.due.settle()
-
-    def ready(self) -> None:
-        """Make weights that stay on the device current after a queued update."""
-        self._step.due.refresh_stale()
 
     def watch(self) -> AbstractContextManager[object]:
         """Count device bytes exactly inside, a step for example."""

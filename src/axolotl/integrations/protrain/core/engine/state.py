@@ -408,12 +408,12 @@ class OffloadedState:
         }
 
     def _renew(self, forms: Mapping[Path, Form]) -> None:
-        """Take another region for tensors of these forms, and what is there of them."""
+        """Take another region for tensors of these forms, without what is there."""
         places, end = {}, 0
         for path, form in forms.items():
             places[path] = place = Place(end, *form)
             end = aligned(end + place.nbytes, STATE_ALIGNMENT_BYTES)
-        before, self._places = self._on_host, places
+        self._places = places
         self._left.append(self.region)
         self.region = torch.empty(0, dtype=torch.uint8)
         # updates are made in an evaluation, too
@@ -423,12 +423,6 @@ class OffloadedState:
             self._on_host = {
                 p: place.on_host(self.region) for p, place in places.items()
             }
-
-        if self._is_cut and before:
-            # pieces of a tensor that are not updated yet
-            self._memory.settle()
-            for path in before.keys() & self._on_host.keys():
-                self._on_host[path].copy_(before[path])
 
     def _bind(self, states: Mapping[nn.Parameter, Any]) -> None:
         """Let the optimizer find states whose tensors are at rest."""

@@ -425,7 +425,7 @@ class Step(Clocks):
                 sums[lane] += times * (sums[lane] - began[lane])
 
     def _enter(self, traffic: Traffic) -> None:
-        """`Session.ready`: weights that stay on the device."""
+        """`DueUpdates.refresh_stale`: weights that stay on the device."""
         for work, done in sorted(self._stale, key=lambda stale: stale[0].chunk):
             self._block(done, self._landing)
             self._refresh(work.renew_bytes * traffic.fetch_s, work.gather_s)
