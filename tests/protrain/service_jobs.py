@@ -336,7 +336,11 @@ def update_short_of_memory(path: Path) -> tuple[str, list[str]]:
         hook = register_optimizer_step_post_hook(fail)
         told = _refusal(partial(served.optim_step, "b", ADAM))
         hook.remove()
-        return told, _differing(saved(served, "b"), before)
+        differing = _differing(saved(served, "b"), before)
+        served.forward_backward("b", rows(1)).result()
+        with patch.object(torch.nn.utils, "clip_grad_norm_", fail):
+            assert _refusal(partial(served.optim_step, "b", ADAM)) == told
+        return told, differing + _differing(saved(served, "b"), before)
 
 
 def not_finite(path: Path) -> tuple[str, bool]:
