@@ -874,6 +874,18 @@ def test_weights_that_train_in_a_way_of_their_own(said: str, tmp_path: Path) -> 
         traced_job(meta.cfg, meta.model, "cuda")
 
 
+def test_gradients_that_tiles_add_up_stay_on_the_device(tmp_path: Path) -> None:
+    """Only this sees an error of the engine's where state of adapters has no room."""
+    hosted = []
+    for tiled in (False, True):
+        folder = tmp_path / str(tiled)
+        folder.mkdir()
+        meta = meta_model_of(folder, "llama", LORA | {"tiled_mlp": tiled})
+        chunks = traced_job(meta.cfg, meta.model, "cuda").layout.chunks
+        hosted.append(any(chunk.trainable for chunk in chunks))
+    assert hosted == [True, False]
+
+
 def test_a_bad_base_model_is_named(tmp_path: Path) -> None:
     """What else is no model is in `yaml_faults.BASES`."""
     config = write_yaml(

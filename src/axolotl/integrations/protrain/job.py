@@ -108,9 +108,10 @@ def traced_job(
     mastered = trained - core.adapter_names(real) if masters else ()
     if optimizer is None:
         optimizer = optimizer_bytes(cfg, model, device_type, assumptions, mastered)
-    # ReLoRA prunes their state where it finds it
+    # ReLoRA prunes their state where it finds it; `tiled_mlp` sets gradients itself
     waits = adapters_wait and optimizer.separable and world.size == 1
-    waits = waits and not cfg.relora and args.protrain_cpu_optimizer is None
+    waits = waits and not (cfg.relora or cfg.tiled_mlp)
+    waits = waits and args.protrain_cpu_optimizer is None
     layout, notes = core.laid_out(real, traced, waits, masters)
     assumptions += notes
     redone: frozenset[int] = frozenset()
