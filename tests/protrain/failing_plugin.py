@@ -57,6 +57,9 @@ PLACES: dict[str, Callable[[str, int], bool]] = {
     "Turn": lambda name, batch: (
         batch == MICRO_BATCH and name == "_log_softmax_backward_data"
     ),
+    "Activation": lambda name, batch: batch == MICRO_BATCH and name == "silu_backward",
+    # when answers were scored after the first micro-batch
+    "Sampled": lambda name, batch: batch > MICRO_BATCH and name == "silu_backward",
     # when weights of the last blocks, and of the first, have had their gradients
     "Late": lambda name, batch: (
         batch == MICRO_BATCH and name == "embedding_dense_backward"

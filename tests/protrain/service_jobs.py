@@ -336,7 +336,11 @@ def update_short_of_memory(path: Path) -> tuple[str, list[str]]:
         hook = register_optimizer_step_post_hook(fail)
         told = _refusal(partial(served.optim_step, "b", ADAM))
         hook.remove()
-        return told, _differing(saved(served, "b"), before)
+        differing = _differing(saved(served, "b"), before)
+        served.forward_backward("b", rows(1)).result()
+        with patch.object(torch.nn.utils, "clip_grad_norm_", fail):
+            assert _refusal(partial(served.optim_step, "b", ADAM)) == told
+        return told, differing + _differing(saved(served, "b"), before)
 
 
 def not_finite(path: Path) -> tuple[str, bool]:
@@ -685,7 +689,14 @@ def loaded(path: Path) -> dict[str, list[str]]:
         served.forward_backward("b", rows(8)).result()
         before = saved(served, "b")
         other = served.save("c", "other").result()
+        scaled = "tinker://b/weights/then"
+        about = folder_of(served.folder, scaled) / ABOUT
+        words = json.loads(about.read_text())
+        # as a server has saved it whose YAML has another lora_alpha
+        words["spec"]["alpha"] += 1
+        about.write_text(json.dumps(words))
         wrong = {"none": "tinker://b/weights/none", "rank": other, "path": "x"}
+        wrong["alpha"] = scaled
         for what, at in wrong.items():
             found[what] = [_refusal(partial(served.load, "b", at, True))]
         found["refused"] = _differing(saved(served, "b"), before)

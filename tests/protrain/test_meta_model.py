@@ -849,6 +849,43 @@ def test_a_bad_key_is_named(keys: dict[str, Any], names: str, tmp_path: Path) ->
     assert "\n" not in str(caught.value)
 
 
+UNFOLLOWED = {
+    "^lisa_n_layers: model.layers.0.* is frozen when": {
+        "lisa_n_layers": 1,
+        "lisa_step_interval": 2,
+        "lisa_layers_attribute": "model.layers",
+        "unfrozen_parameters": ["lm_head"],
+    },
+    "^tiled_mlp: it adds up the gradient of .*layers.0.mlp.down_proj": LORA
+    | {
+        "tiled_mlp": True,
+        "lora_target_linear": None,
+        "lora_target_modules": ["q_proj"],
+        "lora_modules_to_save": ["down_proj"],
+    },
+}
+
+
+@pytest.mark.parametrize("said", UNFOLLOWED, ids=["LISA", "tiled MLP"])
+def test_weights_that_train_in_a_way_of_their_own(said: str, tmp_path: Path) -> None:
+    """Only this sees an error of the engine's at the first step, when all is loaded."""
+    meta = meta_model_of(tmp_path, "llama", UNFOLLOWED[said])
+    with pytest.raises(ConfigError, match=said):
+        traced_job(meta.cfg, meta.model, "cuda")
+
+
+def test_gradients_that_tiles_add_up_stay_on_the_device(tmp_path: Path) -> None:
+    """Only this sees an error of the engine's where state of adapters has no room."""
+    hosted = []
+    for tiled in (False, True):
+        folder = tmp_path / str(tiled)
+        folder.mkdir()
+        meta = meta_model_of(folder, "llama", LORA | {"tiled_mlp": tiled})
+        chunks = traced_job(meta.cfg, meta.model, "cuda").layout.chunks
+        hosted.append(any(chunk.trainable for chunk in chunks))
+    assert hosted == [True, False]
+
+
 def test_a_bad_base_model_is_named(tmp_path: Path) -> None:
     """What else is no model is in `yaml_faults.BASES`."""
     config = write_yaml(

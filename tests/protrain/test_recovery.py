@@ -24,6 +24,7 @@ from axolotl_jobs import (
     pair,
 )
 from failing_plugin import ASKED_BYTES, STEP, UNSEEN_BYTES
+from matrix_composition import LISA, SAMPLING
 from recording_plugin import AFTER_FILE
 
 Run = Callable[[Job], Result]
@@ -47,6 +48,7 @@ def full(where: str, plan: dict[str, int]) -> Pair:
     return pair("llama", STEPS, plan={**plan, **failing(where)})
 
 
+TWICE = {"trl": SAMPLING["trl"] | {"num_iterations": 2}}
 FAILURES = {
     "lora-forward": lora("forward", {}),
     "lora-backward": lora("backward", {}),
@@ -54,6 +56,14 @@ FAILURES = {
     "lora-paged": lora("backward", overrides(1, 2, 1)),
     "full-forward": full("forward", overrides(2, 2, 1)),
     "full-backward": full("backward", overrides(2, 2, 1)),
+    # blocks are frozen while hooks are made anew
+    "lisa": pair("llama", LISA, STEPS, plan=overrides(2, 2, 1) | failing("backward")),
+    # counts micro-batches, by which it takes answers
+    "grpo": pair(
+        "llama",
+        SAMPLING | LORA | STEPS | TWICE,
+        plan=overrides(2, 2, 1) | failing("activation"),
+    ),
 }
 
 

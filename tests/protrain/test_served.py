@@ -4,23 +4,39 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 from axolotl_jobs import (
     LORA,
+    PAGED,
     PROTRAIN,
     SHARDED,
     Job,
     Result,
     assert_equal,
+    job,
     overrides,
     pair,
 )
 from matrix_composition import ASKING, HALF
+from peft import LoraConfig, get_peft_model
 from plan_jobs import Plans
-from tiny_models import TOKENIZER, build_inputs, build_model, model_path
+from tiny_models import (
+    TOKENIZER,
+    build_inputs,
+    build_model,
+    model_path,
+    random_model,
+)
+
+from axolotl.integrations.protrain.generation import units_of
+from axolotl.integrations.protrain.pushing import Push
 
 Run = Callable[[Job], Result]
 
@@ -93,6 +109,38 @@ def test_amid_a_step_accumulated_and_evaluated(run: Run) -> None:
     paged, plain = run(both.paged), run(both.plain)
     assert_equal(paged, plain)
     assert record(paged) == record(plain)
+
+
+def test_what_merging_has_rounded_amid_a_step_is_not_repeated(run: Run) -> None:
+    """Only this sees a micro-batch repeated over a base that it did not see before."""
+    keys: dict[str, Any] = {
+        "trl": ASKING["trl"] | {"generation_batch_size": 8, "beta": 0.0},
+        "gradient_accumulation_steps": 3,
+        "plugins": [*ASKING["plugins"], "failing_plugin.FailSampled"],
+    }
+    result = run(job("llama", ASKING | LORA | PAGED | keys, overrides(2, 2, 1)))
+    assert "merging adapters for the server changed weights" in result.error
+
+
+def test_what_has_no_room_to_be_merged_is_not_left_half_merged() -> None:
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    config = LoraConfig(r=2, target_modules=[], target_parameters=targets)
+    model = get_peft_model(random_model("mixtral"), config)
+    device = SimpleNamespace(synchronize=lambda: None)
+    session: Any = SimpleNamespace(
+        visiting=lambda *_, **__: nullcontext(), device=device
+    )
+    push = Push(session, SimpleNamespace(model=model))
+    unit = next(unit for unit in units_of(model) if len(unit.layers) > 1)
+
+    def walk() -> None:
+        model.merge_adapter()
+        push._enter(unit)
+
+    no_room = patch.object(unit.layers[-1], "merge", side_effect=torch.OutOfMemoryError)
+    with no_room, pytest.raises(torch.OutOfMemoryError):
+        push.run(walk)
+    assert not any(layer.merged for layer in unit.layers)
 
 
 def test_gdpo(run: Run) -> None:

@@ -211,7 +211,11 @@ def test_a_model_may_load_at_any_time(served: Path) -> None:
     found = call(service_jobs.loaded, served, at=served.parent)
     assert not any(found[f"optimizer: {whole}"] for whole in (True, False)), found
     assert "there is no state" in found["none"][0] and not found["refused"]
-    assert "Create a model from the state instead" in found["rank"][0]
+    for what in ("rank", "alpha"):
+        assert "Create a model from the state instead" in found[what][0]
+        words = found[what][0].partition(" has ")[2].partition(". ")[0]
+        state, _, model = words.partition(", and b ")
+        assert state != model
 
 
 def test_an_export_is_an_adapter_of_peft(served: Path) -> None:

@@ -79,6 +79,7 @@ def traced_job(
     """
     args = args_from(cfg)
     _require_training(cfg, model)
+    _require_followed(cfg, model)
     if cfg.rl and objective is None:
         raise ConfigError(
             f"rl: {getattr(cfg.rl, 'value', cfg.rl)} is planned from its trainer's loss "
@@ -107,9 +108,10 @@ def traced_job(
     mastered = trained - core.adapter_names(real) if masters else ()
     if optimizer is None:
         optimizer = optimizer_bytes(cfg, model, device_type, assumptions, mastered)
-    # ReLoRA prunes their state where it finds it
+    # ReLoRA prunes their state where it finds it; `tiled_mlp` sets gradients itself
     waits = adapters_wait and optimizer.separable and world.size == 1
-    waits = waits and not cfg.relora and args.protrain_cpu_optimizer is None
+    waits = waits and not (cfg.relora or cfg.tiled_mlp)
+    waits = waits and args.protrain_cpu_optimizer is None
     layout, notes = core.laid_out(real, traced, waits, masters)
     assumptions += notes
     redone: frozenset[int] = frozenset()
@@ -207,6 +209,10 @@ def uncomputed(cfg: Any, card: Hardware) -> str | None:
     )
 
 
+_TILED = "MLP", "MoE", "SparseMoeBlock"
+"""Ends of the names of classes whose forward `tiled_mlp` replaces."""
+
+
 def _require_training(cfg: Any, model: nn.Module) -> None:
     if any(param.requires_grad for param in model.parameters()):
         return
@@ -222,6 +228,29 @@ def _require_training(cfg: Any, model: nn.Module) -> None:
         "gradients, so that nothing trains. A plugin has frozen them, or an adapter "
         f"has none: name what trains, for example {first}, or set an adapter."
     )
+
+
+def _require_followed(cfg: Any, model: nn.Module) -> None:
+    """Refuse weights that keys let train in a way that is not followed."""
+    blocks = f"{cfg.lisa_layers_attribute or 'model.layers'}."
+    for name, param in model.named_parameters():
+        if cfg.lisa_n_layers and name.startswith(blocks) and not param.requires_grad:
+            raise ConfigError(
+                f"lisa_n_layers: {name} is frozen when training begins, so no optimizer has "
+                "it, and LISA would let it train. Name all blocks in "
+                f"unfrozen_parameters, `{blocks}*` for example, or remove one of both keys."
+            )
+    tiled = cfg.tiled_mlp and not cfg.protrain_force_all_persistent
+    for owner, module in model.named_modules() if tiled else ():
+        if type(module).__name__.endswith(_TILED):
+            for name, param in module.named_parameters(owner):
+                if param.requires_grad and ".modules_to_save." in name:
+                    raise ConfigError(
+                        f"tiled_mlp: it adds up the gradient of {name} itself, while that "
+                        "leaves for the host. Take parts of the MLP out of "
+                        "lora_modules_to_save, remove tiled_mlp, or set "
+                        "protrain_force_all_persistent: true, where all of it fits."
+                    )
 
 
 def autocast_dtype(cfg: Any) -> torch.dtype | None:

@@ -34,6 +34,10 @@ class Push:
     Args:
         session: Of the model.
         generation: TRL's, which calls the server.
+
+    Attributes:
+        nbytes: That were sent.
+        rounds: Whether weights of the base were rounded by merging.
     """
 
     def __init__(self, session: Session, generation: Any) -> None:
@@ -47,7 +51,7 @@ class Push:
         self._merges = self._sends = False
         self._visited: set[Unit] = set()
         self._visit, self._shared = ExitStack(), ExitStack()
-        self.nbytes = 0
+        self.nbytes, self.rounds = 0, False
 
     def run(self, sync: Callable[[], None]) -> None:
         """Call what walks over the weights."""
@@ -110,11 +114,13 @@ class Push:
         merges = self._merges and bool(unit.layers)
         stack.enter_context(self._session.visiting(unit.params, writes=merges))
         if merges:
+            # in the order of the plain run: those that share a weight round it in turn;
+            # known before the first is merged, as the next may have no room for it
+            for layer in reversed(unit.layers):
+                stack.callback(_unmerge, layer)
             for layer in unit.layers:
                 layer.merge()
-            # in the order of the plain run: those that share a weight round it in turn
-            for layer in reversed(unit.layers):
-                stack.callback(layer.unmerge)
+            self.rounds = True
             self._session.device.synchronize()
         self._visited.add(unit)
         self._open = unit
@@ -141,9 +147,18 @@ class Push:
             self._send_all(params)
 
 
+def _unmerge(layer: Any) -> None:
+    if layer.merged:
+        layer.unmerge()
+
+
 @contextmanager
 def pushing(
-    session: Session, generation: Any, showing: Callable[[str], Any], sent: Sent
+    session: Session,
+    generation: Any,
+    showing: Callable[[str], Any],
+    sent: Sent,
+    changed: Callable[[str], None],
 ) -> Iterator[None]:
     """Inside, what TRL sends to a server are the true weights; see Note [What is sent].
 
@@ -152,6 +167,7 @@ def pushing(
         generation: TRL's, which calls the server.
         showing: `TrainingRun.full_params`.
         sent: Counts.
+        changed: Told what has changed weights.
     """
     plain = generation.sync_weights
 
@@ -165,6 +181,8 @@ def pushing(
             session.device.restart_peak()
             push = Push(session, generation)
             push.run(plain)
+            if push.rounds:
+                changed("merging adapters for the server")
             if watched:
                 peak = session.device.peak_since()
                 sent.device_bytes = max(sent.device_bytes, peak)

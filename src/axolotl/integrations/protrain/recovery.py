@@ -250,6 +250,11 @@ class Recovery(StepRecovery):
         before = [*map(_marks, params)]
         yield
         if [*map(_marks, params)] != before:
+            self.changed(whom)
+
+    def changed(self, whom: str) -> None:
+        """Repeat no step of which a part came before somebody changed weights."""
+        if self._done:
             self._changed = f"{whom} changed weights or gradients"
 
     def probe_update(self) -> None:
@@ -434,7 +439,7 @@ def _foreign_loss(trainer: Trainer | None) -> str:
     for kind in type(trainer).__mro__:
         own = vars(kind)
         acts += [own.get("training_step"), own.get("compute_loss")]
-    found = (_foreign(act) for act in acts if act is not None)
+    found = (_foreign(act) for act in acts if callable(act))
     return next((name for name in found if name), "")
 
 

@@ -441,7 +441,8 @@ class TrainingRun:
             return
         server = getattr(trainer, "vllm_generation", None)
         if server is not None:
-            around = pushing(session, server, self.full_params, report.sent)
+            changed = self.recovery.changed
+            around = pushing(session, server, self.full_params, report.sent, changed)
         else:
             self._waves = self._waves or Waves(session, report, self.ranks, self.log)
             around = self._waves.around(trainer.model)

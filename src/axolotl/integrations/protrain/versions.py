@@ -116,6 +116,8 @@ DRY_RUN_PARAMETERS = {
 COUNTERS = (
     *("tokens", "_tkps_trainable_acc", "_tkps_total_acc"),
     *("_metrics", "_stored_metrics", "_total_train_tokens"),
+    # by which GRPO takes its answers
+    *("_step", "_current_train_step_time"),
 )
 """Counters of Axolotl and TRL as they compute losses: in the state, or beside it."""
 

@@ -60,6 +60,9 @@ class AdapterSpec:
     alpha: float
     kinds: tuple[str, ...]
 
+    def __str__(self) -> str:
+        return f"rank {self.rank}, alpha {self.alpha:g} on {', '.join(self.kinds)}"
+
 
 @dataclass(frozen=True)
 class AdapterLayout:

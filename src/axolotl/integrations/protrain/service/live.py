@@ -279,15 +279,13 @@ class LiveAdapter:
         if not params:
             raise RequestError("optim_step: no forward_backward came before it.")
         most = adam.grad_clip_norm if adam.grad_clip_norm > 0 else float("inf")
-        norm = float(torch.nn.utils.clip_grad_norm_(params, most))
-        self._regraded = True
-        if not math.isfinite(norm):
-            self._drop_gradients()
-            raise RequestError(f"optim_step: the norm of the gradients is {norm}.")
+        norm, self._regraded = math.nan, True
         try:
-            views = self._place.parts(self._state.layout)
-            self.optimizer.step(graded, views, adam)
-            self._updated = bool(torch.nn.utils.get_total_norm(params).isfinite())
+            norm = float(torch.nn.utils.clip_grad_norm_(params, most))
+            if math.isfinite(norm):
+                views = self._place.parts(self._state.layout)
+                self.optimizer.step(graded, views, adam)
+                self._updated = bool(torch.nn.utils.get_total_norm(params).isfinite())
         finally:
             self._device.writes([self._place.memory], self._device.compute)
             self._drop_gradients()
@@ -296,6 +294,8 @@ class LiveAdapter:
                 self._send()
                 self._fetch(self._place, self._state)
                 self._device.wait_stalled(self._place.arrival)
+        if not math.isfinite(norm):
+            raise RequestError(f"optim_step: the norm of the gradients is {norm}.")
         if not self._updated:
             raise RequestError(
                 f"optim_step: learning_rate {adam.learning_rate} makes weights that are "

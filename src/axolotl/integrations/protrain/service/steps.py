@@ -221,10 +221,8 @@ class Steps:
         if known != state.layout:
             self._store.discard(state)
             raise RequestError(
-                f"path: {path} has rank {state.layout.spec.rank} on "
-                f"{', '.join(state.layout.spec.kinds)}, and {model} rank "
-                f"{known.spec.rank} on {', '.join(known.spec.kinds)}. Create a model "
-                "from the state instead."
+                f"path: {path} has {state.layout.spec}, and {model} "
+                f"{known.spec}. Create a model from the state instead."
             )
         self._store.put(model, state)
         self._unsaved.discard(model)

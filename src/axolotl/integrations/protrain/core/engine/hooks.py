@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ..errors import AccessError
 from ..layout import Direction
@@ -128,12 +129,17 @@ class GradientHooks:
                     "`register_hook`, which sees each micro-batch, or an event of a "
                     "callback (on_pre_optimizer_step)."
                 )
-        pairs = list(enumerate(host.params))
-        self._before = [p.register_hook(partial(self._arrives, i, p)) for i, p in pairs]
-        self._after = [
-            param.register_post_accumulate_grad_hook(partial(self._is_ready, index))
-            for index, param in pairs
-        ]
+        self._before = list[RemovableHandle]()
+        self._after = list[RemovableHandle]()
+        for index, param in enumerate(host.params):
+            trains = param.requires_grad
+            # torch hooks nothing that is frozen, as LISA has blocks for some steps
+            param.requires_grad = True
+            arrives = partial(self._arrives, index, param)
+            self._before.append(param.register_hook(arrives))
+            is_ready = partial(self._is_ready, index)
+            self._after.append(param.register_post_accumulate_grad_hook(is_ready))
+            param.requires_grad = trains
 
     def remove(self) -> None:
         """Undo the binding."""

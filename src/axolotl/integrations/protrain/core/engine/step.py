@@ -369,11 +369,13 @@ class Step:
         self.updates.staging_bytes = plan.staging_bytes
         if plan.shards > 1:
             self._order = PassOrder(len(self.layout.blocks), self.ranks)
-        chunk_of, paged = self.layout.chunk_of, set(plan.paged)
+        # not by `requires_grad`: what trains may be frozen just now
+        trained = {chunk.index for chunk in self.layout.chunks if chunk.trainable}
+        chunk_of, paged = self.layout.chunk_of, trained.intersection(plan.paged)
         self.loss_graph.paged = {
             param: name
             for name, param in self.params.items()
-            if param.requires_grad and chunk_of.get(name) in paged
+            if chunk_of.get(name) in paged
         }
 
     # forward
