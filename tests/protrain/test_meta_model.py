@@ -37,6 +37,7 @@ from transformers import (
     Mamba2Config,
     Mamba2ForCausalLM,
 )
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from axolotl.integrations.protrain.core.errors import ConfigError
 from axolotl.integrations.protrain.core.layout.tensors import tensors_in
@@ -849,38 +850,54 @@ def test_a_bad_key_is_named(keys: dict[str, Any], names: str, tmp_path: Path) ->
     assert "\n" not in str(caught.value)
 
 
-UNFOLLOWED = {
-    "^lisa_n_layers: model.layers.0.* is frozen when": {
+@pytest.fixture
+def tiling(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Keys of a tiled MLP; Axolotl's patch of its class ends with the test."""
+    pytest.importorskip(
+        "deepspeed", reason="Axolotl takes one of its classes from there"
+    )
+    monkeypatch.setattr(LlamaMLP, "forward", LlamaMLP.forward)
+    return LORA | UNFUSED | {"tiled_mlp": True}
+
+
+def test_blocks_that_lisa_would_choose_train(tmp_path: Path) -> None:
+    """Only this sees an error of the engine's at the first step, when all is loaded."""
+    keys = {
         "lisa_n_layers": 1,
         "lisa_step_interval": 2,
         "lisa_layers_attribute": "model.layers",
         "unfrozen_parameters": ["lm_head"],
-    },
-    "^tiled_mlp: it adds up the gradient of .*layers.0.mlp.down_proj": LORA
-    | {
-        "tiled_mlp": True,
-        "lora_target_linear": None,
-        "lora_target_modules": ["q_proj"],
-        "lora_modules_to_save": ["down_proj"],
-    },
-}
-
-
-@pytest.mark.parametrize("said", UNFOLLOWED, ids=["LISA", "tiled MLP"])
-def test_weights_that_train_in_a_way_of_their_own(said: str, tmp_path: Path) -> None:
-    """Only this sees an error of the engine's at the first step, when all is loaded."""
-    meta = meta_model_of(tmp_path, "llama", UNFOLLOWED[said])
+    }
+    meta = meta_model_of(tmp_path, "llama", keys)
+    said = "^lisa_n_layers: model.layers.0.* is frozen when"
     with pytest.raises(ConfigError, match=said):
         traced_job(meta.cfg, meta.model, "cuda")
 
 
-def test_gradients_that_tiles_add_up_stay_on_the_device(tmp_path: Path) -> None:
+def test_copies_of_weights_in_tiles_are_refused(
+    tiling: dict[str, Any], tmp_path: Path
+) -> None:
+    """Only this sees an error of the engine's at the first step, when all is loaded."""
+    keys = {
+        "lora_target_linear": None,
+        "lora_target_modules": ["q_proj"],
+        "lora_modules_to_save": ["down_proj"],
+    }
+    meta = meta_model_of(tmp_path, "llama", tiling | keys)
+    said = "^tiled_mlp: it adds up the gradient of .*layers.0.mlp.down_proj"
+    with pytest.raises(ConfigError, match=said):
+        traced_job(meta.cfg, meta.model, "cuda")
+
+
+def test_gradients_that_tiles_add_up_stay_on_the_device(
+    tiling: dict[str, Any], tmp_path: Path
+) -> None:
     """Only this sees an error of the engine's where state of adapters has no room."""
     hosted = []
     for tiled in (False, True):
         folder = tmp_path / str(tiled)
         folder.mkdir()
-        meta = meta_model_of(folder, "llama", LORA | {"tiled_mlp": tiled})
+        meta = meta_model_of(folder, "llama", tiling | {"tiled_mlp": tiled})
         chunks = traced_job(meta.cfg, meta.model, "cuda").layout.chunks
         hosted.append(any(chunk.trainable for chunk in chunks))
     assert hosted == [True, False]

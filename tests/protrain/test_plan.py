@@ -288,6 +288,7 @@ SCHEMA: dict[Any, Any] = {
     "host_bytes": {k: v for k, v in MEMORY.items() if k != "reserve"},
     # of a trainer that samples, which test_generation.py looks at
     "generation": type(None),
+    "served": type(None),
     "step_s": {
         "total": float,
         "lanes": {str: NUMBER},
