@@ -316,22 +316,21 @@ _COLOCATED = Refusal(
     "Use `server`, with vLLM on another card, or remove `trl.use_vllm`: the model that "
     "trains answers",
 )
-_SERVED = (
-    *_each(
-        "load_in_4bit load_in_8bit",
-        "with `trl.use_vllm: true` sends the server packed bytes: TRL merges into them, and "
-        "does not unpack",
-        "Load the base in 16 bits, or remove `trl.use_vllm`: the model that trains answers",
-    ),
-    *_each(
-        "model_quantization_config protrain_disk_dir",
-        "with `trl.use_vllm: true` and an adapter keeps a base that nobody can write, and "
-        "merging and unmerging the adapter rounds it",
-        "Remove one of them: without `trl.use_vllm` the model that trains answers",
-        when=lambda value: value is not None,
-    ),
+_SENT_PACKED = _each(
+    "load_in_4bit load_in_8bit",
+    "with `trl.use_vllm: true` sends the server packed bytes: TRL merges into them, and "
+    "does not unpack",
+    "Load the base in 16 bits, or remove `trl.use_vllm`: the model that trains answers",
 )
-"""Keys under which what a server is sent would be wrong, or what is left here."""
+"""Keys under which a server would be sent what is no weight."""
+_READ_ONLY = _each(
+    "model_quantization_config protrain_disk_dir",
+    "with `trl.use_vllm: true` and an adapter keeps a base that nobody can write, and "
+    "merging and unmerging the adapter rounds it",
+    "Remove one of them: without `trl.use_vllm` the model that trains answers",
+    when=lambda value: value is not None,
+)
+"""Keys under which an adapter cannot be merged into the base for a server."""
 
 
 def _of_sampling(settings: Mapping[str, Any]) -> list[str]:
@@ -349,9 +348,10 @@ def _of_sampling(settings: Mapping[str, Any]) -> list[str]:
         return lines
     if trl.get("vllm_mode") == "colocate":
         lines.append(_COLOCATED.message("colocate"))
+    served = _SENT_PACKED + (_READ_ONLY if settings.get("adapter") else [])
     return lines + [
         row.message(settings[row.key])
-        for row in _SERVED[: 4 if settings.get("adapter") else 2]
+        for row in served
         if row.when(settings.get(row.key))
     ]
 
