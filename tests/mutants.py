@@ -100,7 +100,8 @@ CRASH = "tests/ends its process"
 
 NOTED = """
 def _made(name):
-    __import__("builtins").calls_made.add(name)
+    # a process that a test has started has none
+    getattr(__import__("builtins"), "calls_made", set()).add(name)
 """
 
 STALE = """
