@@ -1030,7 +1030,8 @@ def test_a_weight_whose_node_gives_no_gradient_keeps_what_it_has(earlier: bool) 
     model = stack()
     session = open_session(model)
     optimizer = wrapped(session)
-    train(model, optimizer, [batches(1)], session)
+    # the second pass adds to what the first has left
+    train(model, optimizer, [batches(2)], session)
     layer = model.layers[1]
     if earlier:
         model(batches(1)[0]).backward()
