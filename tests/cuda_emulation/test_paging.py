@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import transformers
+from api_on_ranks import Loop, scaled
 from core_models import (
     ALL,
     HOST_STATE,
@@ -30,6 +31,7 @@ from core_models import (
 )
 from torch import Tensor, nn
 
+from axolotl.integrations.protrain.core import gpu, page
 from axolotl.integrations.protrain.core.engine import device as devices
 from axolotl.integrations.protrain.core.engine.session import Options, Session
 from axolotl.integrations.protrain.core.layout import (
@@ -37,7 +39,7 @@ from axolotl.integrations.protrain.core.layout import (
     moves as moves_module,
 )
 from axolotl.integrations.protrain.core.layout.packed import why_no_kernels
-from axolotl.integrations.protrain.core.types import Counters, Update
+from axolotl.integrations.protrain.core.types import Counters, Knobs, Update
 from axolotl.integrations.protrain.host_cache import HostCache
 
 CUDA = torch.device("cuda", 0)
@@ -432,3 +434,29 @@ def differs(wanted: list[list[int]]) -> bool:
     except RuntimeError as error:
         # probabilities that are no numbers, for example
         return "probability" in str(error) or "failed on the stream" in str(error)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("first", [2.0**27, 2.0**16])
+def test_a_scaler_finds_gradients_on_host_and_device(fused: bool, first: float) -> None:
+    """The flag of an overflow is read by the host, and by a fused kernel on the card."""
+    model = stack(**SIZES)
+    other = twin(model).to(CUDA)
+    optimizer, plain = adamw(model, fused=fused), adamw(other, fused=fused)
+    data = [tokens.to(CUDA) for tokens in batches(12)]
+    scalers = [torch.amp.GradScaler("cuda", first, growth_interval=2) for _ in "ab"]
+    with page(
+        model,
+        optimizer,
+        example=data[0],
+        budget="400MiB",
+        knobs=Knobs(n_persist=1, n_buffer=2, n_swap=0, n_checkpoint=3),
+        hardware=gpu("RTX 4090"),
+        accumulation=2,
+        autocast=torch.float16,
+        device=CUDA,
+    ) as run:
+        ours = scaled(Loop(model, model, optimizer, run), data, scalers[0])
+    assert ours == scaled(Loop(other, other, plain), data, scalers[1])
+    theirs = other.state_dict()
+    assert all(torch.equal(t, theirs[n].cpu()) for n, t in model.state_dict().items())

@@ -190,3 +190,58 @@ def test_a_server_gets_the_weights_of_plain(
         unseen = measured_unseen_bytes(CUDA, told["budget"] + told["reserve"])
         predicted = told["phases"]["sending"] - unseen
         assert 0.9 < report["sent"]["device_bytes"] / predicted < 1 + WITHIN
+
+
+FP16: dict[str, Any] = LORA | {"fp16": True, "max_steps": 6}
+MODES: dict[str, dict[str, Any]] = {
+    "paged": {"protrain_n_persist_override": 0, "protrain_n_buffer_override": 2},
+    "plain": {"protrain_auto_memory": False},
+}
+
+
+def launched(keys: dict[str, Any], folder: Path) -> subprocess.CompletedProcess[str]:
+    """`axolotl train` in a folder."""
+    paths = {k: v for k, v in keys.items() if str(v).startswith("examples/")}
+    keys |= {k: str(ROOT / v) for k, v in paths.items()}
+    keys["datasets"] = [d | {"path": str(ROOT / d["path"])} for d in keys["datasets"]]
+    path = folder / "train.yaml"
+    path.write_text(yaml.safe_dump(keys | {"output_dir": str(folder / "out")}), "utf-8")
+    axolotl = [str(Path(sys.executable).parent / "axolotl"), "train", str(path)]
+    return subprocess.run(
+        [sys.executable, *axolotl, "--launcher=python"],
+        env={
+            **ENV,
+            "CUDA_VISIBLE_DEVICES": "0",
+            "PYTHONPATH": os.pathsep.join([str(ROOT / "tests/protrain"), *sys.path]),
+        },
+        cwd=folder,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_fp16_scales_as_plain_does(demo: dict[str, Any], tmp_path: Path) -> None:
+    """First steps overflow and are left out, on a card whose scaler is accelerate's."""
+    scaling = ["scaling_plugin.OverflowingPlugin", "scaling_plugin.SeededPlugin"]
+    histories, states = [], []
+    for name, mode in MODES.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        own = {"plugins": demo["plugins"] + scaling, "save_only_model": False}
+        ran = launched(demo | FP16 | mode | own, folder)
+        assert not ran.returncode, ran.stderr[-3000:]
+        (saved,) = (folder / "out").glob("checkpoint-*")
+        log = json.loads((saved / "trainer_state.json").read_text())["log_history"]
+        histories.append([(e.get("loss"), e.get("grad_norm")) for e in log])
+        files = "adapter_model.safetensors", "scaler.pt"
+        states.append([(saved / file).read_bytes() for file in files])
+    assert histories[0] == histories[1] and states[0] == states[1]
+    assert None in [norm for loss, norm in histories[0] if loss and loss < 100]
+
+
+def test_fp16_without_an_adapter_is_refused_by_torch(
+    demo: dict[str, Any], tmp_path: Path
+) -> None:
+    """Why ProTrain refuses it, too."""
+    ran = launched(demo | {"fp16": True, "max_steps": 1} | MODES["plain"], tmp_path)
+    assert "Attempting to unscale FP16 gradients" in ran.stderr

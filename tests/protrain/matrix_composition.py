@@ -260,6 +260,13 @@ TILINGS: dict[str, tuple[Keys, Keys]] = {
     "QLoRA": (QLORA, HALF),
 }
 
+SCALED: dict[str, str] = {
+    "`fp16`, with a GPU's scaler": "scaling_plugin.ScalingPlugin",
+    "`fp16`, steps that overflow": "scaling_plugin.OverflowingPlugin",
+    "`fp16` as on a CPU, without scaler": SEEDING,
+}
+FP16: Keys = {"fp16": True, "bf16": False, "max_steps": 6}
+
 EXPERT_PARALLEL = "axolotl.integrations.expert_parallel.ExpertParallelPlugin"
 COMPRESSING = "switching_plugin.LLMCompressorPlugin"
 REFUSED: dict[str, tuple[Keys, str, str]] = {
@@ -283,10 +290,16 @@ REFUSED: dict[str, tuple[Keys, str, str]] = {
         "one",
     ),
     "`fp16`": (
-        {"fp16": True, "bf16": False},
-        "`fp16: true` scales the loss and looks for overflow only in gradients on the",
-        "before each update the scaler looks at the gradients of all weights, and it is "
-        "for GPUs only: not tried",
+        {"fp16": True, "bf16": False, "adapter": None},
+        "`fp16: true` without an adapter loads the weights that train in fp16",
+        "Axolotl loads all weights in fp16, whose gradients torch's GradScaler refuses: "
+        "tried, the plain run ends with `Attempting to unscale FP16 gradients`",
+    ),
+    "`use_onebitllms`": (
+        {"use_onebitllms": True, "adapter": None},
+        "`use_onebitllms: true` makes layers that ask for a CUDA device",
+        "tried: the plain run ends on a CPU with `Expected a cuda device`, and so does the "
+        "trace; with its two kernels written in torch, paged and plain were equal",
     ),
     "LISA (`lisa_n_layers`)": (
         LISA,
@@ -425,6 +438,19 @@ CELLS: tuple[Cell, ...] = (
         )
         for row, (keys, message, reason) in REFUSED.items()
         for adapted in [LORA | keys]
+    ),
+    *(
+        Cell(
+            "Compositions",
+            row,
+            base,
+            pair(
+                "llama", keys, FP16, {"plugins": [PROTRAIN, SEEDING, plugin]}, plan=HALF
+            ),
+            without=job("llama", keys, {"max_steps": 6}),
+        )
+        for row, plugin in SCALED.items()
+        for base, keys in (("LoRA", LORA), ("QLoRA", QLORA))
     ),
     *(
         Cell(

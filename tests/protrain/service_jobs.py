@@ -851,6 +851,7 @@ DERIVED: dict[str, tuple[dict[str, Any], str]] = {
     "grpo": ({"rl": "grpo", "trl": {"num_generations": 3}}, ""),
     "ReLoRA": ({"relora": True, "relora_prune_ratio": 0.5}, ""),
     "optimizer": ({"optimizer": "sgd", "lr_groups": [], "adam_beta2": 0.9}, ""),
+    "fp16": ({"fp16": True, "bf16": False}, "`fp16` needs losses that are scaled"),
     "lomo": ({"optimizer": "lomo"}, "optimizer: lomo updates weights inside of"),
     "slip": ({"optimizer": "adam_w"}, "optimizer: adam_w has not been tried"),
     "arguments": (

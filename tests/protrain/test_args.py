@@ -277,6 +277,8 @@ def test_a_wrong_type_is_an_error_even_when_switched_off():
         {"gradient_checkpointing_kwargs": {"use_reentrant": False}},
         {"bf16": True, "fp16": None},
         {"bf16": "auto", "fp16": None},
+        {**LORA, "bf16": "auto", "fp16": True},
+        {**QLORA, "bf16": False, "fp16": True},
         {"optimizer": "adamw_torch"},
         {"optimizer": None},
         {**LORA, "optimizer": "muon"},

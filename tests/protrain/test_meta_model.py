@@ -8,6 +8,7 @@ import math
 import resource
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -308,6 +309,27 @@ def test_fp32_has_no_autocast(tmp_path: Path) -> None:
     assert autocast_dtype(meta.cfg) is None
     assert {p.dtype for p in meta.model.parameters()} == {torch.float32}
     run_on_meta(meta)
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("cuda", torch.float16), ("cpu", None)])
+def test_fp16_has_autocast_on_a_gpu_alone(
+    device: str, dtype: torch.dtype | None, tmp_path: Path
+) -> None:
+    """Its adapters are in fp32, and what else would train cannot be scaled."""
+    keys: dict[str, Any] = LORA | UNFUSED | {"fp16": True, "bf16": "auto"}
+    config = write_yaml(tmp_path, configuration_of(tmp_path, "llama"), keys)
+    meta = load_meta_model(config, device)
+    assert autocast_dtype(meta.cfg) is dtype
+    found = {(p.dtype, p.requires_grad) for p in meta.model.parameters()}
+    assert found == {(torch.float32, True), (torch.float16, False)}
+    traced_job(meta.cfg, meta.model, device)
+    meta.model.get_input_embeddings().requires_grad_(True)
+    with (
+        pytest.raises(ConfigError, match="^fp16: .*embed_tokens")
+        if dtype
+        else (nullcontext())
+    ):
+        traced_job(meta.cfg, meta.model, device)
 
 
 @pytest.mark.parametrize("keys", [{"bf16": "auto"}, {"bf16": None}])

@@ -23,6 +23,8 @@ from axolotl_jobs import (
     KERNELS,
     LORA,
     PAGED,
+    PROTRAIN,
+    SEEDING,
     Job,
     Result,
     assert_equal,
@@ -229,6 +231,28 @@ def test_each_key_masks_something_else(run: Run, key: str) -> None:
         one, two = masked(MASKS[key]), masked(MASKS.get(other, {}))
         assert bool(history_differences(one.history, two.history, 0.0)) is not same
     assert MARKS in MASKS.values()
+
+
+WIDE: dict[str, Any] = {
+    "max_steps": 6,
+    "plugins": [PROTRAIN, SEEDING, "scaling_plugin.WideWeightsPlugin"],
+}
+SCALED = {
+    "clipped": {},
+    "not clipped": {"max_grad_norm": 0.0},
+    "sums, not fused": {"gradient_accumulation_steps": 2, "optimizer": "adamw_torch"},
+}
+
+
+@pytest.mark.parametrize("how", SCALED)
+def test_a_scaler_finds_gradients_of_paged_weights(run: Run, how: str) -> None:
+    """Some steps overflow, some do not; both runs leave out the same ones."""
+    jobs = pair("llama", WIDE, SCALED[how], plan=overrides(1, 2, 2))
+    paged, plain = run(jobs.paged), run(jobs.plain)
+    assert_equal(paged, plain)
+    assert paged.report["measured"]["host_optimizer_bytes"]
+    steps = [entry for entry in plain.history if "learning_rate" in entry]
+    assert 0 < sum("grad_norm" in step for step in steps) < len(steps) == 6
 
 
 # ------------------------------------------------------------- plans and what they say

@@ -6,13 +6,17 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from axolotl.monkeypatch.relora import lora_delta_weight, update_weights
 from axolotl_jobs import LORA, overrides
-from peft import PeftModel
+from bitsandbytes.nn import Linear4bit, Linear8bitLt
+from peft import LoraConfig, PeftModel, get_peft_model
 from saving_jobs import PAGED, Jobs, difference, load, weights
 from tiny_models import NUM_BLOCKS, build_model, model_path
+from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.integrations.bitsandbytes import Bnb4bitQuantize
 
@@ -60,6 +64,33 @@ def test_an_adapter_merges(jobs: Jobs) -> None:
     base = weights(jobs.folder / MODEL)
     assert ours.keys() == base.keys()
     assert any(not torch.equal(ours[name], base[name]) for name in base)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_relora_does_not_quantise_what_it_merges(bits: int) -> None:
+    """Why `relora: true` is refused on such bases: once this fails it may be tried again."""
+    layer = nn.Linear(64, 64, bias=False)
+    if bits == 4:
+        made: Any = Linear4bit(64, 64, bias=False, compute_dtype=torch.float32)
+    else:
+        made = Linear8bitLt(64, 64, bias=False, has_fp16_weights=False)
+    made.weight = type(made.weight)(layer.weight.data.clone(), requires_grad=False)
+    model: Any = nn.Sequential(made)
+    model = model.to("cpu")
+    setattr(model, f"is_loaded_in_{bits}bit", True)
+    rows = torch.randn(4, 64)
+    before = model(rows)
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["0"]))
+    target = adapted.base_model.model[0]
+    with torch.no_grad():
+        target.lora_B["default"].weight.normal_()
+        merged = layer.weight + lora_delta_weight(target, torch.device("cpu"))
+        update_weights(target, merged, reinit=True, device=torch.device("cpu"))
+    if bits == 4:
+        with pytest.raises(AssertionError):
+            adapted(rows)
+    else:
+        assert torch.equal(adapted(rows), before)
 
 
 def test_an_adapter_works_without_axolotl(jobs: Jobs) -> None:

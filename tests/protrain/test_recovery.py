@@ -48,6 +48,7 @@ def full(where: str, plan: dict[str, int]) -> Pair:
     return pair("llama", STEPS, plan={**plan, **failing(where)})
 
 
+SCALED = [PROTRAIN, SEEDING, "scaling_plugin.ScalingPlugin"]
 TWICE = {"trl": SAMPLING["trl"] | {"num_iterations": 2}}
 FAILURES = {
     "lora-forward": lora("forward", {}),
@@ -56,6 +57,12 @@ FAILURES = {
     "lora-paged": lora("backward", overrides(1, 2, 1)),
     "full-forward": full("forward", overrides(2, 2, 1)),
     "full-backward": full("backward", overrides(2, 2, 1)),
+    # a scaler unscales gradients once a step
+    "fp16": pair(
+        "llama",
+        LORA | STEPS | {"fp16": True, "plugins": SCALED},
+        plan=overrides(1, 2, 1) | {"plugins": [*SCALED, "failing_plugin.FailProbe"]},
+    ),
     # blocks are frozen while hooks are made anew
     "lisa": pair("llama", LISA, STEPS, plan=overrides(2, 2, 1) | failing("backward")),
     # counts micro-batches, by which it takes answers

@@ -284,7 +284,7 @@ KEYS: dict[str, tuple[dict[str, Any], list[str]]] = {
         },
         [
             "`protrain_force_all_persistent` and `protrain_zero3_shard` exclude each oth",
-            "`fp16: true` scales the loss",
+            "`fp16: true` without an adapter loads the weights that train in fp16",
             "`protrain_auto_memory: false` trains without ProTrain.",
         ],
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -38,7 +39,8 @@ class Loop:
     def around(self, last: bool = True) -> Any:
         if self.paged is not None:
             return self.paged.micro_batch(last)
-        return nullcontext() if last else self.net.no_sync()
+        alone = self.net is self.model
+        return nullcontext() if last or alone else self.net.no_sync()
 
     def clip(self, most: float) -> float:
         if self.paged is not None:
@@ -67,6 +69,39 @@ def steps(loop: Loop) -> list[float]:
         if last:
             numbers.append(loop.clip(0.5))
             loop.update()
+    return numbers
+
+
+def scales(loop: Loop) -> list[float]:
+    """Two micro-batches a step in fp16, under scales of which the first ones overflow."""
+    return scaled(loop, rows(12), torch.amp.GradScaler("cpu", 2.0**27))
+
+
+def scaled(
+    loop: Loop,
+    data: list[torch.Tensor],
+    scaler: torch.amp.GradScaler,
+    clip: bool = True,
+) -> list[float]:
+    """Losses, scales and norms of finite gradients: a step that is left out has none."""
+    numbers = []
+    if loop.paged is not None:
+        loop.paged.adapt(scaler)
+    for number, tokens in enumerate(data):
+        last = number % 2 == 1
+        with loop.around(last):
+            with torch.autocast(tokens.device.type, torch.float16):
+                loss = loop.net(tokens) / 2
+            scaler.scale(loss).backward()
+        numbers.append(loss.item())
+        if last:
+            if clip:
+                scaler.unscale_(loop.optimizer)
+                numbers += [norm for norm in [loop.clip(0.5)] if math.isfinite(norm)]
+            scaler.step(loop.optimizer)
+            scaler.update()
+            loop.optimizer.zero_grad()
+            numbers.append(scaler.get_scale())
     return numbers
 
 
@@ -107,9 +142,16 @@ def refuses(loop: Loop) -> list[float]:
 
 
 def by_trainer(
-    loop: Loop, folder: str, resumes_from: str | None = None, **settings: Any
+    loop: Loop,
+    folder: str,
+    resumes_from: str | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+    **settings: Any,
 ) -> list[float]:
-    """Let a `transformers.Trainer` train; losses and norms, those before a checkpoint too."""
+    """Let a `transformers.Trainer` train; losses and norms, those before a checkpoint too.
+
+    With a `scaler` in fp16, as on a GPU: on a CPU accelerate would have none.
+    """
     from transformers import Trainer, TrainingArguments
 
     class Plain(Trainer):
@@ -121,13 +163,12 @@ def by_trainer(
         max_steps=4,
         per_device_train_batch_size=1,
         gradient_accumulation_steps=2,
-        max_grad_norm=0.5,
         logging_steps=1,
         remove_unused_columns=False,
         report_to=[],
         use_cpu=True,
         disable_tqdm=True,
-        **{"save_strategy": "no", **settings},
+        **{"save_strategy": "no", "max_grad_norm": 0.5, **settings},
     )
     data: Any = [{"tokens": tokens[0]} for tokens in batches(16)]
     optimizers = loop.optimizer, None
@@ -136,6 +177,8 @@ def by_trainer(
         trainer = Plain(
             loop.model, arguments, train_dataset=data, optimizers=optimizers
         )
+    if scaler is not None:
+        trainer.accelerator.scaler, trainer.accelerator.native_amp = scaler, True
     if loop.paged is not None:
         loop.paged.adapt(trainer.accelerator)
     trainer.train(resume_from_checkpoint=resumes_from)
@@ -155,6 +198,7 @@ CASES: dict[str, tuple[Callable[[Loop], list[float]], Knobs | None, bool]] = {
     "adapter": (steps, Knobs(0, 2, 0, 3), True),
     "full, measured": (steps, None, False),
     "adapter, measured": (steps, None, True),
+    "scales": (scales, Knobs(0, 2, 0, 3), False),
     "skips": (skips, Knobs(0, 2, 0, 3), False),
     "refuses": (refuses, Knobs(2, 2, 0, 0), False),
     "Trainer": (saves_weights, Knobs(0, 2, 0, 3), False),

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from api_on_ranks import CASES, Loop, by_trainer
+from api_on_ranks import CASES, Loop, by_trainer, scaled
 from core_models import (
     Stack,
     adamw,
@@ -159,6 +159,44 @@ def test_bits_of_a_loop(kind: str, autocast: bool) -> None:
     assert_same(weights(model), weights(other))
 
 
+@pytest.mark.parametrize("clips", [True, False], ids=["clips", "does not clip"])
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "not fused"])
+@pytest.mark.parametrize("kind", ["full", "frozen", "tied"])
+def test_bits_under_a_scaler(kind: str, fused: bool, clips: bool) -> None:
+    """Steps that overflow are left out, the scale grows: in the plain loop and in ours."""
+    model = stack(tie=kind == "tied")
+    if kind == "frozen":
+        freeze(model)
+    other = twin(model)
+    optimizer, plain = adamw(model, fused=fused), adamw(other, fused=fused)
+    found = []
+    for scale in (2.0**30, 2.0**16):
+        scalers = [torch.amp.GradScaler("cpu", scale, growth_interval=2) for _ in "ab"]
+        with paged(model, optimizer, accumulation=2, autocast=torch.float16) as run:
+            loop = Loop(model, model, optimizer, run)
+            ours = scaled(loop, batches(12), scalers[0], clips)
+        theirs = scaled(Loop(other, other, plain), batches(12), scalers[1], clips)
+        assert ours == theirs
+        found += [number for number in theirs if number > 2.0**10]
+    assert found[0] > found[5] and max(found[6:]) > found[6]
+    assert_same(weights(model), weights(other))
+    states = optimizer.state_dict()["state"], plain.state_dict()["state"]
+    for ours, theirs in zip(*map(dict.values, states), strict=True):
+        assert_same(ours, theirs)
+
+
+def test_a_scaler_that_was_not_adapted_is_told_how() -> None:
+    model = stack()
+    scaler, optimizer = torch.amp.GradScaler("cpu"), adamw(model)
+    with paged(model, optimizer, autocast=torch.float16) as run:
+        scaler.scale(model(EXAMPLE)).backward()
+        with pytest.raises(AccessError, match="gradient of this weight is on the host"):
+            scaler.step(optimizer)
+        run.adapt(scaler)
+        scaler.unscale_(optimizer)
+    assert "_unscale_grads_" not in vars(scaler)
+
+
 def test_training_goes_on_paged_and_plain(tmp_path: Path) -> None:
     """Plain steps, paged ones, a checkpoint of these, and plain ones again: state of the
     optimizer comes along at each border."""
@@ -215,6 +253,25 @@ def test_a_trainer_resumes(tmp_path: Path) -> None:
         assert_same(own, found)
         for number, tensors in state.items():
             assert_same(its[number], tensors)
+
+
+@pytest.mark.parametrize("clip", [0.5, 0.0])
+def test_a_trainer_in_fp16(clip: float, tmp_path: Path) -> None:
+    """Its optimizer is a plain one again afterwards, though accelerate has replaced `step`."""
+    found = []
+    for pages in (True, False):
+        model = stack()
+        optimizer, scaler = adamw(model), torch.amp.GradScaler("cpu", 2.0**27)
+        with paged(model, optimizer) if pages else nullcontext() as run:
+            loop = Loop(model, model, optimizer, run)
+            numbers = by_trainer(
+                loop, str(tmp_path), None, scaler, fp16=True, max_grad_norm=clip
+            )
+        numbers.append(scaler.get_scale())
+        numbers += steps(model, optimizer, plain_clip(model), batches(2))
+        found.append((str(numbers), weights(model)))
+    assert found[0][0] == found[1][0] and numbers[-5] < 2.0**27
+    assert_same(found[0][1], found[1][1])
 
 
 def test_what_is_looked_at_is_true_and_what_is_written_counts() -> None:
@@ -365,7 +422,7 @@ def test_the_least_budget_that_is_named_is_enough() -> None:
         ({"host_budget": "much"}, "^host_budget"),
         ({"example": {}}, "^example: dict holds no tensor"),
         ({"example": "text"}, "^example: str holds no tensor"),
-        ({"autocast": torch.float16}, "^autocast"),
+        ({"autocast": torch.float64}, "^autocast"),
         ({"accumulation": 0}, "^accumulation"),
         ({"device": "mps"}, "^device: .* mps.* cuda"),
         ({"loss": lambda model, batch: model(batch).detach()}, "^loss"),

@@ -108,9 +108,10 @@ def traced_job(
     mastered = trained - core.adapter_names(real) if masters else ()
     if optimizer is None:
         optimizer = optimizer_bytes(cfg, model, device_type, assumptions, mastered)
-    # ReLoRA prunes their state where it finds it; `tiled_mlp` sets gradients itself
+    # ReLoRA prunes their state where it finds it; `tiled_mlp` sets gradients itself; a
+    # scaler (fp16) would have all gradients copied back for each step
     waits = adapters_wait and optimizer.separable and world.size == 1
-    waits = waits and not (cfg.relora or cfg.tiled_mlp)
+    waits = waits and not (cfg.relora or cfg.tiled_mlp or cfg.fp16)
     waits = waits and args.protrain_cpu_optimizer is None
     layout, notes = core.laid_out(real, traced, waits, masters)
     assumptions += notes
@@ -205,7 +206,7 @@ def uncomputed(cfg: Any, card: Hardware) -> str | None:
             else ""
         )
         + f" Take another card, or set {keys}"
-        + (" and train in fp32; ProTrain does not train in fp16." if narrow else ".")
+        + (": fp32, or with an adapter `fp16: true`." if narrow else ".")
     )
 
 
@@ -232,6 +233,15 @@ def _require_training(cfg: Any, model: nn.Module) -> None:
 
 def _require_followed(cfg: Any, model: nn.Module) -> None:
     """Refuse weights that keys let train in a way that is not followed."""
+    if autocast_dtype(cfg) is torch.float16:
+        for name, param in model.named_parameters():
+            if param.requires_grad and param.dtype is torch.float16:
+                raise ConfigError(
+                    f"fp16: {name} trains in fp16, and torch's GradScaler refuses such "
+                    "gradients: the plain run ends in its first step. Let only adapters "
+                    "train (lora_modules_to_save, unfrozen_parameters), without "
+                    "`peft_autocast_adapter_dtype: false`, or set `bf16: true`."
+                )
     blocks = f"{cfg.lisa_layers_attribute or 'model.layers'}."
     for name, param in model.named_parameters():
         if cfg.lisa_n_layers and name.startswith(blocks) and not param.requires_grad:
@@ -254,12 +264,13 @@ def _require_followed(cfg: Any, model: nn.Module) -> None:
 
 
 def autocast_dtype(cfg: Any) -> torch.dtype | None:
-    """Return the dtype of accelerate's autocast; `bf16: full` asks for none."""
+    """Return the dtype of accelerate's autocast; `bf16: full` asks for none, and for fp16
+    there is none on a CPU."""
     if cfg.bf16 == "full":
         return None
     if cfg.bf16 or cfg.bfloat16:
         return torch.bfloat16
-    return torch.float16 if cfg.fp16 else None
+    return torch.float16 if cfg.fp16 and cfg.device != "cpu" else None
 
 
 WITHOUT_GRAPHS = {
@@ -531,12 +542,12 @@ def larger_rows(
     return []
 
 
-def without_gpu(cfg: Any) -> list[str]:
+def without_gpu(cfg: Any, asks_fp16: bool) -> list[str]:
     """Replace what Axolotl chooses for a GPU, and does not run on the CPU device.
 
     Args:
-        cfg: Axolotl's validated configuration; `fp16` is its own choice there, for
-            `refusals` has been asked about the YAML's.
+        cfg: Axolotl's validated configuration.
+        asks_fp16: The YAML does; else it is Axolotl's own choice.
 
     Returns:
         A line for each choice.
@@ -548,7 +559,7 @@ def without_gpu(cfg: Any) -> list[str]:
             f"{', '.join(kernels)}: off on the CPU device, where Triton's kernels do not "
             "run; results are the same but for rounding."
         )
-    if cfg.fp16:
+    if cfg.fp16 and not asks_fp16:
         cfg.update(bf16=True, fp16=False, torch_dtype=torch.bfloat16)
         notes.append(
             "bf16: true on the CPU device, which `auto` takes for a GPU without."

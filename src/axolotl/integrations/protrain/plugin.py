@@ -58,7 +58,7 @@ class ProTrainPlugin(BasePlugin):
 
     def __init__(self) -> None:
         super().__init__()
-        self._pages = False
+        self._pages = self._asks_fp16 = False
         self._taken_over: list[str] = []
         self._is_listed = True
         self._run: TrainingRun | None = None
@@ -85,6 +85,7 @@ class ProTrainPlugin(BasePlugin):
             sys.excepthook = without_traceback
         self._is_listed = lists_plugin(cfg.get("plugins"))
         # as they are spelt, before validation and defaults
+        self._asks_fp16 = bool(cfg.get("fp16"))
         self._taken_over = [as_yaml(k, cfg[k]) for k in TAKEN_OVER if cfg.get(k)]
         if not self._is_listed:
             cfg.setdefault("protrain_auto_memory", False)
@@ -130,9 +131,10 @@ class ProTrainPlugin(BasePlugin):
         # fetched meanwhile, maybe
         if lines := [*base_faults(cfg)]:
             raise ConfigError("\n".join(lines))
-        for note in () if torch.cuda.is_available() else without_gpu(cfg):
+        on_cpu = not torch.cuda.is_available()
+        for note in without_gpu(cfg, self._asks_fp16) if on_cpu else ():
             LOG.warning(note)
-        _check_machine(cfg)
+        _check_machine(cfg, trains=has_run)
         device = _device(cfg)
         ranks = joined(cfg, device)
         if ranks is not None:
@@ -284,8 +286,9 @@ def _check_checkpoints(cfg: Any) -> None:
             )
 
 
-def _check_machine(cfg: Any) -> None:
-    """Check what the YAML alone cannot tell."""
+def _check_machine(cfg: Any, trains: bool) -> None:
+    """Check what the YAML alone cannot tell; without a run of its own nobody `trains` by
+    a trainer that scales losses."""
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not num_gpus:
         require_known(this_device())
@@ -306,10 +309,10 @@ def _check_machine(cfg: Any) -> None:
             "would copy the model to each. Launch a process for each (--launcher "
             f"torchrun -- --nproc_per_node {num_gpus}), or set CUDA_VISIBLE_DEVICES=0."
         )
-    if cfg.fp16:
+    if cfg.fp16 and not (cfg.adapter and trains):
         # set by Axolotl where bf16 is left to it and no GPU offers bf16
         raise ConfigError(
-            "fp16: this precision cannot be trained paged, and it is what Axolotl "
-            "chooses on this machine. Set `bf16: true`, or for fp32 both `bf16: false` "
-            "and `fp16: false`."
+            "fp16: only an adapter is trained in it, by `axolotl train`, and it is what "
+            "Axolotl chooses on this machine. Set `bf16: true`, or for fp32 both "
+            "`bf16: false` and `fp16: false`."
         )

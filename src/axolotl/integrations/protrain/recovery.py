@@ -483,7 +483,8 @@ def _rewinds(device: torch.device, trainer: Trainer | None) -> list[Rewind]:
     if device.type == "cuda":
         own = torch.cuda.get_rng_state(device)
         rewinds.append(partial(torch.cuda.set_rng_state, own, device))
-    for owner in (trainer, trainer.state) if trainer else ():
+    owners = (trainer, trainer.state, trainer.accelerator.scaler) if trainer else ()
+    for owner in filter(None, owners):
         counted = {name: vars(owner)[name] for name in COUNTERS if name in vars(owner)}
         rewinds.append(partial(recount, owner, _copied(counted)))
     return rewinds

@@ -119,7 +119,12 @@ EXCLUDED = (
         "starts ranks in a way that ProTrain has not been tried with",
         "Launch with torchrun or accelerate",
     ),
-    *_each("gptq use_onebitllms nvfp4_merge_aware", _QUANTISED),
+    *_each("gptq nvfp4_merge_aware", _QUANTISED),
+    Refusal(
+        "use_onebitllms",
+        "makes layers that ask for a CUDA device, which a plan, made without weights, "
+        "does not have",
+    ),
     *_each("gemma4_fp8_nonexpert gemma4_nf4_nonexpert", _QUANTISED),
     *_each("nonexpert_quantization", _QUANTISED, when=_one_of("fp8_blockwise", "nf4")),
     Refusal(
@@ -174,8 +179,9 @@ EXCLUDED = (
     ),
     Refusal(
         "fp16",
-        "scales the loss and looks for overflow only in gradients on the device",
-        "Use `bf16: true`, or `bf16: false` with `fp16: false` for fp32",
+        "without an adapter loads the weights that train in fp16, whose gradients torch's "
+        "GradScaler refuses: the plain run ends in its first step",
+        "Train an adapter, use `bf16: true`, or `bf16: false` with `fp16: false` for fp32",
     ),
     Refusal(
         "unfrozen_parameters",
@@ -202,9 +208,9 @@ _INSEPARABLE = {
 
 
 def _considered(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings without the one that works because of an adapter, or without any."""
-    works = "tiled_mlp" if settings.get("adapter") else "lisa_n_layers"
-    return {key: value for key, value in settings.items() if key != works}
+    """Settings without those that work because of an adapter, or without any."""
+    works = ("tiled_mlp", "fp16") if settings.get("adapter") else ("lisa_n_layers",)
+    return {key: value for key, value in settings.items() if key not in works}
 
 
 def placing(settings: Mapping[str, Any]) -> list[str]:
@@ -266,8 +272,10 @@ def refusals(settings: Mapping[str, Any]) -> list[str]:
         settings.get("load_in_4bit") or settings.get("load_in_8bit")
     ):
         lines.append(
-            "`relora: true` quantises weights anew at each restart, in a form that "
-            "ProTrain has not laid out. Use it without load_in_4bit and load_in_8bit."
+            "`relora: true` merges adapters into weights that bitsandbytes does not "
+            "quantise again: at the first restart the plain run ends (4 bits), or goes on "
+            "without what has trained (8 bits). Use it without load_in_4bit and "
+            "load_in_8bit."
         )
     optimizer = settings.get("optimizer") or HOST_OPTIMIZERS[0]
     trains_paged_weights = not (

@@ -7,7 +7,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from datetime import timedelta
@@ -33,6 +33,7 @@ from .core.checkpoint import (
 from .core.engine.data_parallel import ignore_in_ddp
 from .core.engine.device import allocator_note, open_device
 from .core.engine.ranks import LIMIT, Alarm, Alone, Ranks
+from .core.engine.scaling import finds_all_gradients
 from .core.engine.session import Options, Session
 from .core.errors import CheckpointError, ProTrainError
 from .core.host import host_memory
@@ -108,6 +109,7 @@ class TrainingRun:
     """From `open` on."""
     checkpoint_bytes = _final_bytes = 0
     """On disk; the last one, after training, has weights only."""
+    _unscale: Callable[[], object]
 
     def __init__(
         self,
@@ -368,10 +370,16 @@ class TrainingRun:
             self._prediction.compare(peak, self.recovery.unplanned_bytes)
         self.signals.release()
 
-    def wrap_optimizer(self, plain: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """The optimizer to train with, guarded; `plain` itself outside a session."""
+    def wrap_optimizer(
+        self, plain: torch.optim.Optimizer, accelerator: Any
+    ) -> torch.optim.Optimizer:
+        """The optimizer to train with, guarded; `plain` itself outside a session. The scaler
+        of a trainer in fp16 finds all gradients of it."""
         if self.session is None:
             return plain
+        self._unscale = accelerator.unscale_gradients
+        if (scaler := accelerator.scaler) is not None:
+            self._undo.enter_context(finds_all_gradients(scaler, self.session))
         optimizer = self.session.wrap_optimizer(plain)
         for handle in self.recovery.guard(optimizer):
             self._undo.callback(handle.remove)
@@ -454,7 +462,12 @@ class TrainingRun:
 
     def clip_grad_norm(self, max_norm: float) -> Tensor | None:
         """See `Session.clip_grad_norm`; None outside a session."""
-        return self.session.clip_grad_norm(max_norm) if self.session else None
+        if self.session is None:
+            return None
+        if self.session.takes_gradients:
+            # what accelerate's own begins with
+            self._unscale()
+        return self.session.clip_grad_norm(max_norm)
 
     def require_final_space(self) -> None:
         """Refuse Axolotl's save after training if the weights alone do not fit."""

@@ -126,7 +126,7 @@ class ProTrainTrainerMixin(_Mixed):
         # some make their state at once, which belongs where the weights are
         with self.protrain.full_params():
             self.optimizer = super().create_optimizer(*args, **kwargs)
-        self.optimizer = self.protrain.wrap_optimizer(self.optimizer)
+        self.optimizer = self.protrain.wrap_optimizer(self.optimizer, self.accelerator)
         return self.optimizer
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:

@@ -118,8 +118,10 @@ COUNTERS = (
     *("_metrics", "_stored_metrics", "_total_train_tokens"),
     # by which GRPO takes its answers
     *("_step", "_current_train_step_time"),
+    # whether a GradScaler has unscaled gradients already
+    "_per_optimizer_states",
 )
-"""Counters of Axolotl and TRL as they compute losses: in the state, or beside it."""
+"""Counters of Axolotl, TRL and torch in a step: in the state, or beside it."""
 
 
 _NOTHING = object()

@@ -46,6 +46,7 @@ from .engine.device import (
 from .engine.optimizer import ShowingOptimizer
 from .engine.ranks import Alone, Ranks
 from .engine.recorded_step import clone_for, states_of
+from .engine.scaling import finds_all_gradients
 from .engine.session import Measured, Options, Session
 from .errors import AccessError, BudgetError, ConfigError
 from .host import host_memory, mapped_bytes
@@ -159,7 +160,8 @@ def page(
         loss: Computes the loss from model and example; by default what the model returns.
             Needed where the loop adds what it computes of weights, as a penalty.
         accumulation: Micro-batches of an optimizer step.
-        autocast: Dtype of the region in which the loop runs the model, bfloat16 or None.
+        autocast: Dtype of the region in which the loop runs the model, bfloat16, None, or
+            float16, for whose GradScaler call `paged.adapt(scaler)`.
         evaluates: Tokens of an evaluation's batch over those of the example; 0 for none.
         device: Where to compute; by default the GPU, or without one the CPU. On a GPU call
             this before anything uses it: torch's allocator is then told to let segments
@@ -334,9 +336,16 @@ class Paged:
 
     def adapt(self, accelerator: Any) -> None:
         """Let an `accelerate.Accelerator`, a Trainer's for example, train this model: it
-        leaves placement to us and clips over all gradients. Ends with `close`."""
+        leaves placement to us and clips over all gradients; or let a `GradScaler` find
+        them. Ends with `close`."""
         self._require_open("adapted")
         model, undo = self.model, self._undo
+        is_scaler = isinstance(accelerator, torch.amp.GradScaler)
+        scaler = accelerator if is_scaler else accelerator.scaler
+        if scaler is not None:
+            undo.enter_context(finds_all_gradients(scaler, self._session))
+        if is_scaler:
+            return
         plain = accelerator.clip_grad_norm_
         own = {id(param) for param in model.parameters()}
 
@@ -353,6 +362,8 @@ class Paged:
                     f"{len(params)} are not the parameters of the paged model. Give "
                     "`model.parameters()`, or clip inside `with paged.full_params():`."
                 )
+            # what the plain one begins with
+            accelerator.unscale_gradients()
             return self._clip(max_norm, norm_type, params)
 
         undo.enter_context(patch.object(accelerator, "clip_grad_norm_", clip))
@@ -407,10 +418,10 @@ class _Step:
                 f"example: {type(self.example).__name__} holds no tensor. Give a micro-batch "
                 "as the model takes it: a dict by name, a tuple by position, or a tensor."
             )
-        if self.autocast not in (None, torch.bfloat16):
+        if self.autocast not in (None, torch.bfloat16, torch.float16):
             raise ConfigError(
-                f"autocast: {self.autocast} is not trained in, since gradients would have "
-                "to be scaled. Use torch.bfloat16, or None."
+                f"autocast: {self.autocast} is no dtype that autocast computes in. Use "
+                "torch.bfloat16, None, or torch.float16 with a GradScaler."
             )
         if not isinstance(self.accumulation, int) or self.accumulation < 1:
             raise ConfigError(

@@ -251,7 +251,9 @@ def _validated(config: Path, target: str) -> tuple[DictDefault, list[str]]:
             # the machine that plans need not have the card
             cfg.bf16 = not cfg.fp16
         normalize_config(cfg)
-        assumptions += [] if on_cuda else without_gpu(cfg)
+        # that of the target, not of the machine that plans
+        cfg.device = target
+        assumptions += [] if on_cuda else without_gpu(cfg, bool(raw.get("fp16")))
     except ConfigError:
         raise
     except (ValueError, ImportError, NotImplementedError, OSError) as error:

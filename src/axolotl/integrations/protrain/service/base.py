@@ -76,6 +76,7 @@ _REFUSED = (
         "reward_model process_reward_model num_labels",
         "makes a model that scores rows; the service trains models that predict tokens",
     ),
+    ("fp16", "needs losses that are scaled, which the service leaves to nobody"),
     (
         "qat reinit_weights use_mora mora",
         "computes with other weights than the base has",

@@ -191,6 +191,11 @@ class Session:
         every = self.model.named_parameters(remove_duplicate=False)
         return frozenset(name for name, p in every if id(p) in kept)
 
+    @property
+    def takes_gradients(self) -> bool:
+        """Some gradients leave for the host, where others see placeholders."""
+        return bool(self._step.hosts)
+
     def wrap_optimizer(self, plain: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Return the optimizer to train with: `plain` itself, whose state is paged.
 
@@ -360,6 +365,8 @@ class Session:
             undo.callback(step.staging.close)
             if self._optimizer is not None:
                 undo.callback(setattr, self._optimizer, "__class__", self._kind)
+                # accelerate keeps the paged one there beside a GradScaler
+                undo.callback(vars(self._optimizer).pop, "step", None)
             undo.callback(self._access.saved_state.close)
             undo.callback(_remove, self._state_hooks)
             undo.callback(step.store.move_out)
