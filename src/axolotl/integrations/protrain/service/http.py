@@ -31,6 +31,7 @@ from .engine import AdapterService
 from .messages import output_bytes, sampled_bytes
 from .requests import ANSWERED, QUEUED, REFUSED, UNLOADED, answer, queue
 from .rest import ROUTES, SIGNED
+from .rest_sessions import ROUTES as SESSIONS
 from .sample_requests import as_json, sampler_info
 from .sessions import SavedSession
 from .wire import worded
@@ -88,7 +89,7 @@ def app_of(
     add("POST", "/api/v1/retrieve_future", _retrieve)
     for name in (*ANSWERED, *QUEUED, *REFUSED):
         add("POST", f"/api/v1/{name}", partial(_post, name, parser))
-    for (method, path), act in ROUTES.items():
+    for (method, path), act in (ROUTES | SESSIONS).items():
         add(method, path, act)
     for (method, path), act in SIGNED.items():
         add(method, path, act, False)

@@ -6,7 +6,6 @@ JSON, but for passes, which newer clients send as protobuf (`messages`).
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -69,6 +68,11 @@ class _Optimizer(Strict):
 Words = Annotated[dict[str, Any], AfterValidator(_short)]
 """A client's own words about something, as JSON."""
 _Seconds = Annotated[int, Field(ge=1, le=MOST_SECONDS)]
+
+
+class _NewSession(Message):
+    display_name: str | None = Field(None, max_length=_MOST_WORDS)
+    user_metadata: Words | None = None
 
 
 class _New(SessionMessage):
@@ -204,8 +208,9 @@ def _unload(service: AdapterService, asked: ModelMessage) -> dict[str, Any]:
     return {"type": "unload_model", **future_of(asked.model_id, UNLOADED)}
 
 
-def _new_session(*_: object) -> dict[str, Any]:
-    return {"type": "create_session", "session_id": uuid.uuid4().hex[:12]}
+def _new_session(service: AdapterService, asked: _NewSession) -> dict[str, Any]:
+    made = service.clients.begin(asked.display_name, asked.user_metadata)
+    return {"type": "create_session", "session_id": made}
 
 
 _CLIENT = {
@@ -222,7 +227,7 @@ ANSWERED: dict[str, tuple[type[Message] | None, Callable[..., dict[str, Any]]]] 
     "client/config": (None, lambda *_: _CLIENT),
     "client/dynamic_config": (None, lambda *_: {"sample_cancel_enabled": True}),
     "telemetry": (None, lambda *_: {"status": "accepted"}),
-    "create_session": (None, _new_session),
+    "create_session": (_NewSession, _new_session),
     "session_heartbeat": (SessionMessage, lambda *_: {"type": "session_heartbeat"}),
     "get_info": (ModelMessage, _get_info),
     "weights_info": (_Info, _weights_info),
@@ -237,14 +242,17 @@ def _create(service: AdapterService, asked: _Create, _: int | None) -> Ticket:
     kinds = [kind for kind in KINDS if getattr(lora, f"train_{kind}")]
     model = asked.id_on(service)
     ticket = service.create(model, lora.rank, kinds, lora.seed)
-    service.states.describe(model, asked.user_metadata)
-    return ticket
+    return _described(service, asked, ticket)
 
 
 def _create_from(service: AdapterService, asked: _CreateFrom, _: int | None) -> Ticket:
-    model = asked.id_on(service)
-    ticket = service.create_from(model, asked.path, asked.optimizer)
-    service.states.describe(model, asked.user_metadata)
+    ticket = service.create_from(asked.id_on(service), asked.path, asked.optimizer)
+    return _described(service, asked, ticket)
+
+
+def _described(service: AdapterService, asked: _New, ticket: Ticket) -> Ticket:
+    service.states.describe(ticket.model, asked.user_metadata)
+    service.clients.hear(asked.session_id)
     return ticket
 
 
@@ -322,7 +330,10 @@ def answer(service: AdapterService, name: str, body: bytes) -> dict[str, Any]:
         ValidationError, ProTrainError: What is wrong with the body.
     """
     message, act = ANSWERED[name]
-    return act(service, message and message.model_validate_json(body))
+    asked = message and message.model_validate_json(body)
+    if isinstance(asked, SessionMessage):
+        service.clients.hear(asked.session_id)
+    return act(service, asked)
 
 
 def queue(
