@@ -74,7 +74,7 @@ class Steps:
         self.passes = Passes(cfg, run.session, self._prefetch)
         self.sessions = Sessions(store, folder, turns, self.forget_later)
         self.samples = Samples(
-            Decoder(cfg, run.session, pad),
+            Decoder(cfg, run, pad),
             self.passes,
             turns,
             self.sample,
