@@ -211,18 +211,18 @@ def apart(act: Act) -> Answer:
     return answer
 
 
-ROUTES: dict[tuple[str, str], Answer] = {
-    ("GET", "/api/v1/checkpoints"): apart(_checkpoints),
-    ("GET", "/api/v1/training_runs"): apart(_runs),
-    ("GET", "/api/v1/training_runs/{model}"): apart(_one_run),
-    ("GET", "/api/v1/training_runs/{model}/checkpoints"): apart(_of_run),
-    ("DELETE", _STATE): apart(_delete),
-    ("PUT", f"{_STATE}/ttl"): apart(_set_ttl),
-    ("GET", f"{_STATE}/archive"): apart(_archive),
-    ("GET", f"{_STATE}/external_weights_urls"): apart(_urls),
-    ("POST", f"{_STATE}/publish"): apart(_refuse),
-    ("DELETE", f"{_STATE}/publish"): apart(_refuse),
+ROUTES: dict[tuple[str, str], Act] = {
+    ("GET", "/api/v1/checkpoints"): _checkpoints,
+    ("GET", "/api/v1/training_runs"): _runs,
+    ("GET", "/api/v1/training_runs/{model}"): _one_run,
+    ("GET", "/api/v1/training_runs/{model}/checkpoints"): _of_run,
+    ("DELETE", _STATE): _delete,
+    ("PUT", f"{_STATE}/ttl"): _set_ttl,
+    ("GET", f"{_STATE}/archive"): _archive,
+    ("GET", f"{_STATE}/external_weights_urls"): _urls,
+    ("POST", f"{_STATE}/publish"): _refuse,
+    ("DELETE", f"{_STATE}/publish"): _refuse,
 }
 """Requests about what there is, by method and path, and what answers them."""
-SIGNED: dict[tuple[str, str], Answer] = {("GET", ROUTE): apart(_download)}
+SIGNED: dict[tuple[str, str], Act] = {("GET", ROUTE): _download}
 """Requests whose address is signed, and asked for no key."""

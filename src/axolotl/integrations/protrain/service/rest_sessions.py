@@ -11,7 +11,7 @@ from pydantic import AwareDatetime, Field
 from ..core.errors import RequestError
 from .client_sessions import ClientSession
 from .engine import AdapterService
-from .rest import NO_PROJECTS, OWNER, Answer, Page, Query, apart, by_model
+from .rest import NO_PROJECTS, OWNER, Act, Page, Query, by_model
 from .states import State
 from .wire import Message, SessionMessage, Strict
 
@@ -203,10 +203,10 @@ def _finish(service: AdapterService, request: Request, body: bytes) -> Any:
     return Response(status_code=204)
 
 
-ROUTES: dict[tuple[str, str], Answer] = {
-    ("GET", "/api/v1/sessions"): apart(_sessions),
-    ("POST", "/api/v1/sessions/search"): apart(_search),
-    ("GET", "/api/v1/sessions/{session}"): apart(_session),
-    ("POST", "/api/v1/sessions/{session}/finish"): apart(_finish),
+ROUTES: dict[tuple[str, str], Act] = {
+    ("GET", "/api/v1/sessions"): _sessions,
+    ("POST", "/api/v1/sessions/search"): _search,
+    ("GET", "/api/v1/sessions/{session}"): _session,
+    ("POST", "/api/v1/sessions/{session}/finish"): _finish,
 }
 """Requests about sessions, by method and path, and what answers them."""
