@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -114,7 +114,7 @@ class Decoder:
         }
         more = {name: value for name, value in more.items() if name in self._takes}
         kind, dtype = self.device.type, self._autocast
-        with torch.autocast(kind, dtype) if dtype else nullcontext():
+        with torch.autocast(kind, dtype, enabled=dtype is not None):
             output = self._model(
                 input_ids=tokens,
                 attention_mask=mask,

@@ -30,7 +30,7 @@ from .completions import complete, model, models, wrong
 from .engine import AdapterService
 from .messages import output_bytes, sampled_bytes
 from .requests import ANSWERED, QUEUED, REFUSED, UNLOADED, answer, queue
-from .rest import ROUTES, SIGNED, Act, Answer, apart
+from .rest import ROUTES, SIGNED, Act
 from .rest_sessions import ROUTES as SESSIONS
 from .sample_requests import as_json, sampler_info
 from .sessions import SavedSession
@@ -57,6 +57,9 @@ class _Retrieve(BaseModel):
     request_id: str = Field(pattern=f"^.+:([0-9]{{1,19}}|{UNLOADED})$")
 
 
+Answer = Callable[[AdapterService, Request, bytes], Awaitable[Any]]
+
+
 def app_of(
     service: AdapterService,
     api_key: str | None,
@@ -81,15 +84,24 @@ def app_of(
     add("GET", "/healthz", _health, False)
     add("GET", "/api/v1/healthz", _health, False)
     for path, act in _TOLD.items():
-        add("GET", path, apart(act))
+        add("GET", path, _apart(act))
     add("POST", "/api/v1/retrieve_future", _retrieve)
     for name in (*ANSWERED, *QUEUED, *REFUSED):
         add("POST", f"/api/v1/{name}", partial(_post, name, parser))
     for (method, path), act in {**ROUTES, **SESSIONS, **SIGNED}.items():
-        add(method, path, apart(act), (method, path) not in SIGNED)
+        add(method, path, _apart(act), (method, path) not in SIGNED)
     add("POST", "/v1/completions", partial(_complete, Completion, parser))
     add("POST", "/v1/chat/completions", partial(_complete, Chat, parser))
     return app
+
+
+def _apart(act: Act) -> Answer:
+    """Act away from the loop: files may be read or changed."""
+
+    async def answer(*given: Any) -> Any:
+        return await asyncio.to_thread(act, *given)
+
+    return answer
 
 
 async def _health(service: AdapterService, _request: Request, _body: bytes) -> Any:
@@ -129,9 +141,7 @@ async def _complete(
     request: Request,
     body: bytes,
 ) -> Any:
-    async def parse(act: Callable[[], Any]) -> Any:
-        return await _parsed(parser, service, body, act)
-
+    parse = partial(_parsed, parser, service, body)
     return await complete(message, parse, service, request, body)
 
 

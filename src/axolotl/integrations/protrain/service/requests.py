@@ -19,7 +19,7 @@ from .engine import FAULTS, AdapterService, as_refusal
 from .losses import Datum
 from .messages import MOST_ROWS, data_of, read_request, settings_of, shaped
 from .optimizers import AdamParams
-from .sample_requests import SAMPLING, session_name
+from .sample_requests import SAMPLING, require_base, session_name
 from .states import MOST_SECONDS, Kept
 from .turns import MOST_WAITING, Ticket
 from .wire import (
@@ -83,12 +83,8 @@ class _New(SessionMessage):
 
     def id_on(self, service: AdapterService) -> str:
         """As the client derives it where it creates a model from a state."""
-        base, ours = service.base_model, service.optimizer
-        if self.base_model not in (None, base):
-            raise RequestError(
-                f"base_model: {self.base_model}; this server has {base}."
-            )
-        asked = self.optimizer_config
+        require_base(service, self.base_model)
+        asked, ours = self.optimizer_config, service.optimizer
         # newer clients say adamw where their user has said nothing
         if asked is not None and asked.type not in ("adamw", ours.name, ours.family):
             raise RequestError(

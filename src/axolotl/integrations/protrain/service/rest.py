@@ -6,9 +6,7 @@ folder of the service and from its models when they are asked for.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import Request, Response
@@ -31,7 +29,6 @@ NO_PROJECTS = "there are no projects here. Leave it out."
 
 _Kind = TypeVar("_Kind", bound="Query")
 Act = Callable[[AdapterService, Request, bytes], Any]
-Answer = Callable[[AdapterService, Request, bytes], Awaitable[Any]]
 
 
 class Query(BaseModel):
@@ -200,15 +197,6 @@ def _download(service: AdapterService, request: Request, _: bytes) -> Any:
 
 def _refuse(service: AdapterService, request: Request, _: bytes) -> Any:
     raise RequestError(_NO_ACCOUNTS, 404)
-
-
-def apart(act: Act) -> Answer:
-    """Act away from the loop: files are read or changed."""
-
-    async def answer(service: AdapterService, request: Request, body: bytes) -> Any:
-        return await asyncio.to_thread(partial(act, service, request, body))
-
-    return answer
 
 
 ROUTES: dict[tuple[str, str], Act] = {
