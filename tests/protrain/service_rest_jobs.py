@@ -68,6 +68,7 @@ WRONG = (
     *((f"{what}?{q}", None) for what in ("checkpoints", "sessions") for q in QUERIES),
     *((f"training_runs?{query}", None) for query in QUERIES),
     *((f"{what}/a?limit=1", None) for what in ("training_runs", "sessions")),
+    ("training_runs/a/checkpoints?limit=1", None),
     *(("sessions/search", asked) for asked in SEARCHES),
     *(("sessions/s/finish", body) for body in ({}, {"reason": {}}, {"reason": 1})),
 )

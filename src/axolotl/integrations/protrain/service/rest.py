@@ -83,13 +83,18 @@ def _part(about: Mapping[str, Any] | None, name: str) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
+def as_texts(words: Mapping[str, Any] | None) -> dict[str, str] | None:
+    """Return a client's words as clients read them, whatever JSON they were."""
+    return None if words is None else {name: str(word) for name, word in words.items()}
+
+
 def _checkpoints(service: AdapterService, request: Request, _: bytes) -> Any:
     return Page.of(request).cut("checkpoints", service.states.every(), _checkpoint)
 
 
 def _of_run(service: AdapterService, request: Request, _: bytes) -> Any:
-    model = request.path_params["model"]
-    states = _run_of(service, model)[1]
+    Query.of(request)
+    states = _run_of(service, request.path_params["model"])[1]
     return {"checkpoints": [_checkpoint(state) for state in states]}
 
 
@@ -154,7 +159,7 @@ def _run(service: AdapterService, model: str, states: list[State]) -> dict[str, 
         "corrupted": False,
         "lora_rank": rank,
         "last_request_time": iso(_last(service, model, states)),
-        "user_metadata": words and {name: str(word) for name, word in words.items()},
+        "user_metadata": as_texts(words),
         **last,
     }
 

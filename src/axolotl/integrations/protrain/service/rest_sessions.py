@@ -11,7 +11,7 @@ from pydantic import AwareDatetime, Field
 from ..core.errors import RequestError
 from .client_sessions import ClientSession
 from .engine import AdapterService
-from .rest import NO_PROJECTS, OWNER, Act, Page, Query, by_model
+from .rest import NO_PROJECTS, OWNER, Act, Page, Query, as_texts, by_model
 from .states import State
 from .wire import Message, SessionMessage, Strict
 
@@ -75,7 +75,7 @@ class _Search(Strict):
 
     def wants(self, one: _Found) -> bool:
         """Tell whether a session is one that is searched for, on whatever page."""
-        words = _text(one.said.user_metadata) or {}
+        words = as_texts(one.said.user_metadata) or {}
         return (
             self._names(one)
             and self.user_metadata.items() <= words.items()
@@ -105,10 +105,6 @@ def _is(one: _Found, asked: _Status | _HasEnded) -> bool:
         return False
     reasons = asked.reasons if isinstance(asked, _HasEnded) else None
     return reasons is None or one.status["reason"]["type"] in reasons
-
-
-def _text(words: dict[str, Any] | None) -> dict[str, str] | None:
-    return words and {name: str(word) for name, word in words.items()}
 
 
 def _every(service: AdapterService) -> list[_Found]:
@@ -154,7 +150,7 @@ def _summary(one: _Found) -> dict[str, Any]:
         "status": one.status,
         "checkpoints_count": len(one.states),
         "display_name": one.said.display_name,
-        "user_metadata": _text(one.said.user_metadata),
+        "user_metadata": as_texts(one.said.user_metadata),
         "checkpoint_storage_bytes": sum(
             nbytes for state in one.states for nbytes in state.files.values()
         ),
@@ -191,7 +187,7 @@ def _session(service: AdapterService, request: Request, _: bytes) -> Any:
     return {
         "training_run_ids": one.models,
         "sampler_ids": service.sessions.begun_by(name),
-        "user_metadata": _text(one.said.user_metadata),
+        "user_metadata": as_texts(one.said.user_metadata),
         "display_name": one.said.display_name,
     }
 
