@@ -13,13 +13,11 @@ import torch
 import yaml
 from service_jobs import ADAM, config, create, rows, service, step
 from tiny_models import TOKENIZER
-from torch import Tensor
 
 from axolotl.integrations.protrain.core.errors import ProTrainError
 from axolotl.integrations.protrain.service import sessions
 from axolotl.integrations.protrain.service.adapters import WEIGHTS, folder_of
 from axolotl.integrations.protrain.service.answers import Asked, Sampled, Wanted
-from axolotl.integrations.protrain.service.decoding import kv_bytes_per_token
 from axolotl.integrations.protrain.service.engine import AdapterService
 from axolotl.integrations.protrain.service.losses import Datum
 from axolotl.integrations.protrain.service.sampling import SamplingParams
@@ -129,17 +127,32 @@ def as_generate(path: Path, name: str = "b") -> dict[str, Any]:
     return found
 
 
-def kv_bytes(path: Path) -> tuple[int, float]:
-    """Bytes for keys and values of a token of a row: computed, and those of a cache."""
+def waves(path: Path) -> dict[str, Any]:
+    """Rows and chunks of the plan, and those of a wave of many rows: how many it had, which
+    chunks were held, and what was sampled."""
+    found: dict[str, Any] = {"rows": set(), "held": set()}
     with service(path) as served:
-        model: Any = served.session.model
-        tokens = torch.tensor([[5] * 8] * 3)
-        out = model(input_ids=tokens, use_cache=True)
-        tensors = [
-            t for layer in out.past_key_values.layers for t in vars(layer).values()
-        ]
-        sizes = [t.nbytes for t in tensors if isinstance(t, Tensor) and t.ndim == 4]
-        return kv_bytes_per_token(model.config, torch.float32), sum(sizes) / 24
+        plan = served.report.forecast.generation
+        assert plan is not None
+        found["plan"] = plan.rows, plan.held
+        found["table"] = served.status()["plan"]
+        holding = served.session.holding
+
+        def hold(chunks: Any) -> Any:
+            found["held"].add(chunks)
+            return holding(chunks)
+
+        def note(_: Any, args: Any) -> None:
+            found["rows"].add(args[0].shape[0])
+
+        head = served.session.model.get_output_embeddings()
+        head.register_forward_pre_hook(note)
+        params = SamplingParams(max_tokens=30, seed=1, stop=[])
+        with patch.object(served.session, "holding", hold):
+            made = base_of(served)
+            answer = served.sampler.sample(made, [5] * 35, params, 70).result()
+        found["samples"] = [a[0] for a in told(answer)]
+    return found
 
 
 def choices(path: Path) -> dict[str, Any]:
@@ -378,18 +391,20 @@ def turns(path: Path) -> dict[str, Any]:
         trained(served, "c")
         made, rest = session_of(served, "c", "s"), base_of(served)
         params = SamplingParams(max_tokens=50, seed=1, stop=[])
-        alone = told(sample(made, PROMPTS[0], params, 40).result())
+        alone = told(sample(made, PROMPTS[0], params, 100).result())
         create(served, "b-alone")
         losses = [step(served, "b-alone", n)[0].result()[0] for n in range(6)]
 
         create(served, "b")
         marks: list[int] = []
+        waits: list[bool] = []
 
         def mark(_: Any) -> None:
             marks.append(served.sampler.counts()["tokens"])
+            waits.append(not asked[0].done())
 
         first = served.sampler.counts()["tokens"]
-        asked = [sample(made, PROMPTS[0], params, 40), sample(rest, [5], params, 40)]
+        asked = [sample(made, PROMPTS[0], params, 100), sample(rest, [5], params, 100)]
         answers = [step(served, "b", n) for n in range(6)]
         for answer in (one for some in answers for one in some):
             answer.add_done_callback(mark)
@@ -397,12 +412,12 @@ def turns(path: Path) -> dict[str, Any]:
         found["same samples"] = told(asked[0].result()) == alone
         asked[1].result()
         gaps = [b - a for a, b in zip([first, *marks], marks, strict=False)]
-        # two sets of weights sample, each for a turn of 32 tokens of 12 rows
-        found["most"] = max(gaps), 2 * 32 * 12
-        found["before"] = sum(one < first + 40 * 50 for one in marks)
+        # two sets of weights sample, each for a turn of 32 tokens of all rows
+        found["most"] = max(gaps), 2 * 32 * 64
+        found["before"] = sum(waits)
 
         # where the host has no room for what goes aside, it is read again
-        asked = [sample(made, PROMPTS[0], params, 40), sample(rest, [5], params, 40)]
+        asked = [sample(made, PROMPTS[0], params, 100), sample(rest, [5], params, 100)]
         with patch.object(served.turns, "most_bytes", served.turns.used_bytes):
             again = told(asked[0].result())
             asked[1].result()
@@ -436,8 +451,14 @@ def short_of_memory(path: Path) -> dict[str, Any]:
                 room[1] -= 1
                 raise torch.OutOfMemoryError("Tried to allocate 1024 bytes")
 
-        head = served.session.model.get_output_embeddings()
+        head, holding = served.session.model.get_output_embeddings(), []
         handle = head.register_forward_pre_hook(fail)
+        plain = served.session.holding
+
+        def hold(chunks: Any) -> Any:
+            holding.append(bool(chunks))
+            return plain(chunks)
+
         for name, most in (("few", 3), ("one", 1)):
             room[:] = most, 1000
             answer = sample(made, PROMPTS[0], params, 8)
@@ -445,7 +466,10 @@ def short_of_memory(path: Path) -> dict[str, Any]:
                 a[0] for a in wanted
             ]
         room[:] = 0, 1000
-        found["none"] = refusal(lambda: sample(made, PROMPTS[0], params, 4))
+        with patch.object(served.session, "holding", hold):
+            found["none"] = refusal(lambda: sample(made, PROMPTS[0], params, 4))
+        # what a row alone has no room beside is not held any longer
+        found["held"] = [holding[0], holding[-1]]
         room[:] = 0, 0
         handle.remove()
         found["after"] = refusal(lambda: sample(made, PROMPTS[0], params, 4))

@@ -287,10 +287,11 @@ def ahead(path: Path, steps: int = 34) -> dict[str, Any]:
     return found
 
 
-def short_of_memory(path: Path) -> tuple[list[str], list[bool], list[int]]:
+def short_of_memory(path: Path) -> tuple[list[str], list[bool], list[int], bool]:
     """A pass that runs out of memory once, one that does so for good, and neither: the
-    error, whether weights and gradients are equal, and how often plans changed."""
-    errors, equal, notches, kept = [], [], [], []
+    error, whether weights and gradients are equal, and how often plans changed; whether the
+    plan that repeats takes less in training than there was."""
+    errors, equal, notches, kept, lower = [], [], [], [], False
     for times in (0, 1, 10):
         left = [times]
         with service(path) as served:
@@ -315,9 +316,12 @@ def short_of_memory(path: Path) -> tuple[list[str], list[bool], list[int]]:
                 served.forward_backward("b", rows(2)).result()
             kept.append(saved(served, "b"))
             notches.append(len(served.report.notches))
+            if times == 1:
+                had = served.report.notches[0]["in_use_bytes"]
+                lower = served.report.forecast.device.phases["backward"] < had
             same = (torch.equal(kept[0][key], value) for key, value in kept[-1].items())
             equal.append(all(same) and kept[0].keys() == kept[-1].keys())
-    return errors, equal, notches
+    return errors, equal, notches, lower
 
 
 def update_short_of_memory(path: Path) -> tuple[str, list[str]]:

@@ -19,7 +19,7 @@ from service_http_jobs import BASE, HERE, a_pass
 from service_jobs import ADAM, create, rows, service, step
 from starlette.testclient import TestClient
 
-from axolotl.integrations.protrain.service import states
+from axolotl.integrations.protrain.service import client_sessions, states
 from axolotl.integrations.protrain.service.adapters import EXTERNAL, WEIGHTS, folder_of
 from axolotl.integrations.protrain.service.downloads import ARCHIVE, sent
 from axolotl.integrations.protrain.service.http import app_of
@@ -42,6 +42,37 @@ BAD = (
     *("_evicted", "_samplers", "_expires", "_incomplete", "x" * 300, "%ff", "a b", "ä"),
 )
 """Names that are none, as they stand in an address; clients resolve a plain `..`."""
+QUERIES = (
+    "limit=0",
+    "limit=1001",
+    "offset=-1",
+    "limit=x",
+    "project_id=p",
+    "base_model=x",
+)
+SEARCHES: tuple[Any, ...] = (
+    [],
+    *({"limit": limit} for limit in (0, 201, "x")),
+    {"display_name": ""},
+    {"project_ids": []},
+    {"unknown": 1},
+    {"owner": {"type": "user"}},
+    {"owner": {"type": "own", "owner_urns": ["x"]}},
+    {"statuses": []},
+    {"statuses": [{"type": "active", "reasons": ["success"]}]},
+    {"statuses": [{"type": "client_finished", "reasons": []}]},
+    {"cursor": {"last_session_id": "x"}},
+    {"cursor": {"last_session_id": "x", "last_created_at": "2026-01-01T00:00:00"}},
+)
+WRONG = (
+    *((f"{what}?{q}", None) for what in ("checkpoints", "sessions") for q in QUERIES),
+    *((f"training_runs?{query}", None) for query in QUERIES),
+    *((f"{what}/a?limit=1", None) for what in ("training_runs", "sessions")),
+    ("training_runs/a/checkpoints?limit=1", None),
+    *(("sessions/search", asked) for asked in SEARCHES),
+    *(("sessions/s/finish", body) for body in ({}, {"reason": {}}, {"reason": 1})),
+)
+"""Addresses, each with its body if it has one, that ask for what there is not."""
 
 
 def _tree(folder: Path) -> dict[str, bytes]:
@@ -78,6 +109,8 @@ def abused(path: Path) -> dict[str, Any]:
             for bad in BAD:
                 send("GET", f"/api/v1/training_runs/{bad}/checkpoints")
                 send("GET", f"/api/v1/sessions/{bad}")
+                done = {"reason": {"type": "success"}}
+                send("POST", f"/api/v1/sessions/{bad}/finish", json=done)
                 names = (bad, "weights/x"), ("a", f"{bad}/x"), ("a", f"weights/{bad}")
                 for at in (AT.format(*pair) for pair in names):
                     send("DELETE", at)
@@ -95,14 +128,8 @@ def abused(path: Path) -> dict[str, Any]:
                     AT.format("a", "weights/x/ttl"),
                     json={"ttl_seconds": seconds},
                 )
-            for query in (
-                "limit=0",
-                "limit=1001",
-                "offset=-1",
-                "limit=x",
-                "project_id=p",
-            ):
-                send("GET", f"/api/v1/checkpoints?{query}")
+            for at, wrong in WRONG:
+                send("GET" if wrong is None else "POST", f"/api/v1/{at}", json=wrong)
             one = ask.get(AT.format("a", "weights/x/external_weights_urls")).json()[
                 "urls"
             ]
@@ -263,14 +290,89 @@ def kept(path: Path) -> dict[str, Any]:
                 assert time.time() < until
                 time.sleep(0.01)
         told["after 200 s"] = names()
-        answer = ask.post("/api/v1/sessions/s/finish", json={"reason": {}})
+        success = {"reason": {"type": "success"}}
+        answer = ask.post("/api/v1/sessions/s/finish", json=success)
         told["unsaved"] = [answer.status_code, model in served.turns]
         post("save_weights", **save, overwrite=True)
-        ask.post("/api/v1/sessions/s/finish", json={"reason": {}})
+        ask.post("/api/v1/sessions/s/finish", json=success)
         told["finished"] = model in served.turns
     with service(path) as served, TestClient(app_of(served, None), HERE) as ask:
         told["restarted"] = ask.get(f"/api/v1/training_runs/{model}").json()
     return told
+
+
+def searched(path: Path) -> dict[str, Any]:
+    """Sessions of three servers, one after another, over the same folder: pages of a search,
+    and what the last server knows of sessions that began before."""
+    told: dict[str, Any] = {}
+    search = "/api/v1/sessions/search"
+
+    def post(ask: TestClient, route: str, **body: Any) -> Any:
+        answer = ask.post(f"/api/v1/{route}", json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def pages(ask: TestClient, limit: int) -> list[list[str]]:
+        found, asked = [], {"limit": limit}
+        while True:
+            page = ask.post(search, json=asked).json()
+            found.append([one["session_id"] for one in page["sessions"]])
+            if page["next_cursor"] is None:
+                return found
+            asked["cursor"] = page["next_cursor"]
+
+    with service(path) as served, TestClient(app_of(served, None), HERE) as ask:
+        # two of them began at once
+        with patch.object(client_sessions, "time", lambda: time.time() // 60 * 60):
+            ids = [
+                post(ask, "create_session", display_name=name)["session_id"]
+                for name in ("Nightly one", "nightly two")
+            ]
+        named = {"display_name": "other", "user_metadata": {"n": 1}}
+        ids.append(post(ask, "create_session", **named)["session_id"])
+        told["ids"] = ids
+        told["pages"] = {limit: pages(ask, limit) for limit in (1, 2, 3, 4)}
+        at = {"limit": 2, "offset": 1}
+        told["cut"] = ask.get("/api/v1/sessions", params=at).json()["sessions"]
+        at["offset"] = 3
+        told["behind"] = ask.get("/api/v1/sessions", params=at).json()["sessions"]
+        lora = {"base_model": BASE, "lora_config": {"rank": 2}}
+        new = post(ask, "create_model", session_id=ids[2], model_seq_id=0, **lora)
+        post(ask, "retrieve_future", **new)
+        served.save(new["model_id"], "x").result()
+        for reason in ("errored", "success"):
+            body = {"reason": {"type": reason}, "detail": reason}
+            ask.post(f"/api/v1/sessions/{ids[1]}/finish", json=body)
+        told["active"] = _ids(ask, statuses=[{"type": "active"}])
+        with patch.object(client_sessions, "monotonic", lambda: time.monotonic() + 200):
+            told["quiet"] = _ids(ask, statuses=[{"type": "active"}])
+        folder = served.folder / "_sessions"
+        (folder / "damaged.json").write_text("{")
+    with service(path) as served, TestClient(app_of(served, None), HERE) as ask:
+        found = ask.post(search, json={}).json()["sessions"]
+        told["later"] = {one["session_id"]: one for one in found}
+        told["by words"] = _ids(ask, user_metadata={"n": "1"})
+        told["errored"] = _ids(
+            ask, statuses=[{"type": "client_finished", "reasons": ["errored"]}]
+        )
+        post(ask, "session_heartbeat", session_id=ids[0])
+        told["heard"] = _ids(ask, statuses=[{"type": "active"}])
+    shutil.rmtree(folder)
+    with (
+        service(path) as served,
+        TestClient(app_of(served, None), HERE) as ask,
+        patch.object(client_sessions, "MOST_KNOWN", 2),
+    ):
+        told["of states"] = ask.post(search, json={}).json()["sessions"]
+        for _ in range(3):
+            post(ask, "create_session")
+        told["kept"] = len([*folder.glob("*.json")]), len(served.clients.every())
+    return told
+
+
+def _ids(ask: TestClient, **asked: Any) -> list[str]:
+    found = ask.post("/api/v1/sessions/search", json=asked).json()["sessions"]
+    return [one["session_id"] for one in found]
 
 
 def loads_in_peft(config: str, folder: str) -> bool:

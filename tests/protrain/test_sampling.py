@@ -49,12 +49,21 @@ def test_bases_of_few_bits_sample(tmp_path: Path, keys: dict[str, Any]) -> None:
     assert found["again"] and found["shared"] and found["apart"] < 0.1
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=FULL)])
-def test_keys_and_values_take_what_is_computed(tmp_path: Path, family: str) -> None:
-    """Waves would have more rows than there is room for, or fewer."""
-    path = call(sampling_jobs.config_of, tmp_path, family, {}, at=tmp_path)
-    computed, measured = call(sampling_jobs.kv_bytes, path, at=tmp_path)
-    assert computed == measured
+@pytest.mark.parametrize(("room", "at_once"), [("1GiB", 64), ("3MiB", 22)])
+def test_waves_are_those_of_the_plan(
+    tmp_path: Path, served: Path, room: str, at_once: int
+) -> None:
+    """A wave of more rows would take what the plan has not, one of fewer would fetch the
+    base more often, and so would one for which nothing is held."""
+    keys = {"protrain_capacity_bytes": room}
+    path = call(sampling_jobs.config_of, tmp_path, "llama", keys, at=tmp_path)
+    found = call(sampling_jobs.waves, path, at=tmp_path)
+    assert found["plan"] == (at_once, (1,))
+    assert max(found["rows"]) == at_once and found["held"] == {(1,)}
+    assert "Answers: 64 sequences" in found["table"] and "every" not in found["table"]
+    # who shares a wave has no part in what is drawn
+    plain = call(sampling_jobs.waves, served, at=served.parent)
+    assert found["samples"] == plain["samples"]
 
 
 def test_choices_are_what_was_asked_for(served: Path) -> None:
@@ -128,7 +137,7 @@ def test_training_and_sampling_starve_neither(served: Path) -> None:
 def test_a_wave_without_room_is_halved(served: Path) -> None:
     """Rows would begin anew, be lost, or take the server with them."""
     found = call(sampling_jobs.short_of_memory, served, at=served.parent)
-    assert found["few"] and found["one"]
+    assert found["few"] and found["one"] and found["held"] == [True, False]
     assert "the device has no room for one row of 3 tokens" in found["none"]
     assert not found["after"] and not found["a pass"]
 

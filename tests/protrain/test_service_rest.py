@@ -59,8 +59,22 @@ def test_the_command_line_of_tinker_lists_fetches_and_deletes(
     # the export that was fetched is gone, too
     assert [one["tinker_path"] for one in told["left"]["checkpoints"]] == [path]
     assert told["page"] == 0 and told["base"] == BASE
-    assert runs[0].split(":")[0] in told["sessions"]
-    assert {*told["session"]} == {*runs}
+    session = runs[0].split(":")[0]
+    assert session in told["sessions"]
+    assert {*told["session"]["training_run_ids"]} == {*runs}
+    assert told["session"]["display_name"] == "Nightly Run 7"
+    for asked, found in told["searched"].items():
+        assert (session in found) is not asked.startswith("no "), asked
+    pages = {one["session_id"]: one for one in told["pages"]}
+    assert [*pages] == told["searched"]["all"] == told["sessions"]
+    summary = pages[session]
+    assert summary["checkpoints_count"] == 1
+    assert summary["checkpoint_storage_bytes"] > 0 and summary["owner"]
+    assert summary["user_metadata"] == {"team": "a"}
+    reason = {"type": "success"}
+    ended = {"type": "client_finished", "reason": reason, "detail": "done"}
+    # the other one exported what was fetched
+    assert told["ended"][-1] == ended
 
 
 @pytest.mark.full
@@ -113,6 +127,32 @@ def test_what_is_used_is_not_deleted(tmp_path: Path) -> None:
     assert told["last"][0] == 409 and "Unload it first" in told["last"][1]
     assert told["last of nobody"][0] == 204
     assert told["left"] == ["y"]
+
+
+def test_sessions_are_searched_and_outlive_a_server(tmp_path: Path) -> None:
+    """A page that begins one too early or late would show a session twice or never; a name
+    that ends with the server could be searched for on the day itself only."""
+    path = call(service_jobs.config, tmp_path, at=tmp_path)
+    told = call(service_rest_jobs.searched, path, at=tmp_path)
+    first, second, third = told["ids"]
+    # the newest first; two that began at once have the order of their ids
+    every = [third, *sorted((first, second), reverse=True)]
+    assert told["pages"][1] == [[one] for one in every]
+    assert told["pages"][2] == [every[:2], every[2:]]
+    assert told["pages"][3] == told["pages"][4] == [every]
+    assert told["cut"] == every[1:] and told["behind"] == []
+    assert {*told["active"]} == {first, third} and told["quiet"] == []
+    later = told["later"]
+    assert [*later] == every and later[first]["status"] is None
+    reason = {"type": "errored"}
+    ended = {"type": "client_finished", "reason": reason, "detail": "errored"}
+    assert later[second]["status"] == ended and told["errored"] == [second]
+    assert later[third]["checkpoints_count"] == 1
+    assert later[third]["user_metadata"] == {"n": "1"} and told["by words"] == [third]
+    assert told["heard"] == [first]
+    (bare,) = told["of states"]
+    assert bare["session_id"] == third and bare["display_name"] is None
+    assert bare["created_at"][:4] != "1970" and told["kept"] == (2, 2)
 
 
 @pytest.fixture(scope="module")

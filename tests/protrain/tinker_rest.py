@@ -1,8 +1,8 @@
 """An unmodified `tinker` client and its command line, in a process that has them: python
 tinker_rest.py BASE FOLDER.
 
-Trains two adapters and saves them, lists, describes, fetches and deletes what is there;
-prints what came out as JSON.
+Trains two adapters and saves them, lists, searches, describes, fetches and deletes what is
+there; prints what came out as JSON.
 """
 
 from __future__ import annotations
@@ -27,6 +27,29 @@ def command(*words: str) -> Any:
         return ended.stdout
 
 
+def searches(session: str) -> dict[str, Any]:
+    """Requests that find the session of `main`, and `no` others."""
+    from tinker import types
+
+    ask, own = types.SessionSearchRequest, types.UserSearchOwner
+    active = types.ActiveSessionStatusQuery()
+    return {
+        "all": ask(),
+        "id": ask(session_id=session),
+        "name": ask(display_name="run NIGHT"),
+        "either": ask(session_id="nobody", display_name="7"),
+        "words": ask(user_metadata={"team": "a"}),
+        "owner": ask(owner=own(owner_urns=["axolotl-protrain"])),
+        "anybody": ask(owner=types.AccessibleSearchOwner()),
+        "active": ask(statuses=[types.FailedSessionStatusQuery(), active]),
+        "no id": ask(session_id="nobody"),
+        "no name": ask(display_name="nightly 8"),
+        "no words": ask(user_metadata={"team": "a", "more": "b"}),
+        "no owner": ask(owner=own(owner_urns=["somebody"])),
+        "no end": ask(statuses=[types.ClientFinishedSessionStatusQuery()]),
+    }
+
+
 def main(base: str, folder: str) -> None:
     import tinker
     from tinker import types
@@ -41,7 +64,9 @@ def main(base: str, folder: str) -> None:
         one.optim_step(types.AdamParams(learning_rate=0.01)).result()
         return one
 
-    service = tinker.ServiceClient()
+    service = tinker.ServiceClient(
+        display_name="Nightly Run 7", user_metadata={"team": "a"}
+    )
     first, second = trained(1), trained(2)
     about = {"score": "7"}
     path = first.save_state("one", ttl_seconds=7200, user_metadata=about).result().path
@@ -68,7 +93,24 @@ def main(base: str, folder: str) -> None:
     told["page"] = len(rest.list_user_checkpoints(5, 1).result().checkpoints)
     told["base"] = rest.get_weights_info_by_tinker_path(path).result().base_model
     told["sessions"] = rest.list_sessions().result().sessions
-    told["session"] = rest.get_session(run.split(":")[0]).result().training_run_ids
+    told["session"] = rest.get_session(run.split(":")[0]).result().model_dump()
+    told["searched"] = {
+        name: [one.session_id for one in rest.search_sessions(asked).result().sessions]
+        for name, asked in searches(run.split(":")[0]).items()
+    }
+    pages, asked = [], types.SessionSearchRequest(limit=1)
+    while asked is not None:
+        page = rest.search_sessions(asked).result()
+        pages += [one.model_dump(mode="json") for one in page.sessions]
+        at = page.next_cursor
+        asked = None if at is None else asked.model_copy(update={"cursor": at})
+    told["pages"] = pages
+    service.close("success", detail="done").result()
+    other_rest = tinker.ServiceClient().create_rest_client()
+    ended = types.ClientFinishedSessionStatusQuery(reasons=["success"])
+    asked = types.SessionSearchRequest(statuses=[ended])
+    found = other_rest.search_sessions(asked).result().sessions
+    told["ended"] = [one.status.model_dump() for one in found]
     print(json.dumps(told))
 
 

@@ -185,14 +185,14 @@ class Asked:
         rows: Each time.
         prompt_tokens, new_tokens: Of each, at most.
         amid_step: Whether that may be between two micro-batches of a step.
-        steps: Optimizer steps from one time to the next.
+        steps: Optimizer steps from one time to the next; 0 for any time.
     """
 
     rows: int
     prompt_tokens: int
     new_tokens: int
-    amid_step: bool
-    steps: float
+    amid_step: bool = False
+    steps: float = 0.0
 
     def traced(
         self, model: nn.Module, device_type: str, autocast: torch.dtype | None

@@ -48,6 +48,7 @@ from .refusals import HOST_OPTIMIZERS, LORA_KERNELS, refuse_quantised
 from .report.forecast import format_seconds
 
 if TYPE_CHECKING:
+    from .generation import Asked
     from .objective import Objective
 
 
@@ -60,6 +61,7 @@ def traced_job(
     objective: Objective | None = None,
     adapters_wait: bool = True,
     optimizer: OptimizerBytes | None = None,
+    asked: Asked | None = None,
 ) -> TracedJob:
     """Trace the largest micro-batch that the YAML, or the data, allow.
 
@@ -72,6 +74,8 @@ def traced_job(
         objective: Of a trainer whose loss is more than one forward.
         adapters_wait: Their optimizer is the trainer's, so its state may be on the host.
         optimizer: Known already, of another job of this model and these adapters.
+        asked: Sequences that are sampled beside a training without an objective, in whose
+            plan they are as far as they can be traced.
 
     Raises:
         TraceError: It cannot be run without weights.
@@ -140,10 +144,29 @@ def traced_job(
     if objective is not None and objective.served is not None:
         ratio = max(workload.eval_ratio, 1.0)
         workload = replace(workload, served=objective.served, eval_ratio=ratio)
+    if asked is not None:
+        workload = _beside(workload, asked, model, device_type, cfg, assumptions)
     if workload.host_can_update and device_type == "cpu" and not masters:
         workload = replace(workload, host_is_exact=True)
     own, said = None if objective else dict(batch), tuple(assumptions)
     return TracedJob(traced, layout, workload, own, redone, headroom, said, optimizer)
+
+
+def _beside(
+    workload: Workload,
+    asked: Asked,
+    model: nn.Module,
+    device_type: str,
+    cfg: Any,
+    assumptions: list[str],
+) -> Workload:
+    """Add what is sampled beside a training, its keys and values on the device."""
+    try:
+        sampled = asked.traced(model, device_type, autocast_dtype(cfg))
+    except TraceError as error:
+        assumptions.append(f"samples could not be traced ({error})")
+        return workload
+    return replace(workload, generation=replace(sampled, away_bytes=0))
 
 
 class _Need(NamedTuple):
@@ -443,6 +466,7 @@ def plan_here(
     absent: frozenset[str],
     objective: Objective | None = None,
     adapter_bytes: int = 0,
+    asked: Asked | None = None,
 ) -> tuple[Forecast, Planner | None, list[str], str]:
     """Plan what is about to be trained; see `core.planner.job.plan_here`.
 
@@ -454,6 +478,7 @@ def plan_here(
         absent: Names of weights that this rank has in name only.
         objective: Of a trainer whose loss is more than one forward.
         adapter_bytes: Of the device, for adapters whose optimizer is not the trainer's.
+        asked: See `traced_job`.
     """
     args, dtype = args_from(cfg), autocast_dtype(cfg)
 
@@ -466,6 +491,7 @@ def plan_here(
             model,
             objective,
             adapters_wait=not adapter_bytes,
+            asked=asked,
         )
         headroom = subject.headroom_bytes + adapter_bytes
         return replace(subject, headroom_bytes=headroom)

@@ -43,6 +43,7 @@ from .core.engine.device import asked_bytes, is_shortage
 from .core.engine.ranks import Alarm, Ranks
 from .core.engine.session import Session
 from .core.errors import BudgetError, DeviceMemoryError
+from .core.planner.memory import GENERATION
 from .core.planner.planner import Forecast, Planner
 from .core.sizes import format_bytes
 from .report.run import RunReport
@@ -315,7 +316,9 @@ class Recovery(StepRecovery):
         session, forecast = self._run.session, self._report.forecast
         in_use = session.device.used_bytes() if session else 0
         in_use += forecast.hardware.unseen_bytes
-        peak_bytes = forecast.device.peak_bytes
+        phases = forecast.device.phases
+        # whatever else has room is for what is sampled
+        peak_bytes = max(n for name, n in phases.items() if name != GENERATION)
         rank = self._run.ranks.rank if self._is_shared else None
         shortage = Shortage(phase, in_use, asked_bytes(error), peak_bytes, rank)
         self.unplanned_bytes = max(self.unplanned_bytes, shortage.unplanned_bytes)

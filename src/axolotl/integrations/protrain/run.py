@@ -50,6 +50,7 @@ from .report.run import WATCHED_STEPS, RunReport
 from .waves import Waves
 
 if TYPE_CHECKING:
+    from .generation import Asked
     from .loading import LoadShare
 from .objective import Objective
 
@@ -147,6 +148,7 @@ class TrainingRun:
         saves_optimizer: bool,
         objective: Objective | None = None,
         adapter_bytes: int = 0,
+        asked: Asked | None = None,
     ) -> None:
         """Plan for `model` and move it to train on `device`.
 
@@ -156,6 +158,7 @@ class TrainingRun:
             saves_optimizer: Checkpoints with optimizer state will be written.
             objective: Of a trainer whose loss is more than one forward.
             adapter_bytes: See `plan_here`.
+            asked: See `traced_job`.
 
         Raises:
             ProTrainError: It cannot be trained so, or not twice with one trainer.
@@ -177,6 +180,7 @@ class TrainingRun:
             absent,
             objective,
             adapter_bytes,
+            asked,
         )
         adapter, masters = bool(adapter_names(model)), self.args.protrain_fp32_master
         nbytes = partial(checkpoint_bytes, forecast.layout, adapter)
@@ -514,7 +518,9 @@ class TrainingRun:
                 f"Taken over: {', '.join(self._taken_over)}. {plan.n_checkpoint} of "
                 f"{len(plan.policies)} blocks recompute, {plan.n_swap} swap."
             )
-        if (sampled := forecast.generation) is not None and sampled.waves > 1:
+        sampled, asked = forecast.generation, forecast.workload.generation
+        # a service draws for each sequence alone
+        if sampled and sampled.waves > 1 and asked and asked.steps:
             notes.append(
                 f"Answers are generated {sampled.rows} at once, in {sampled.waves} waves: "
                 "random numbers are drawn in another order than for all at once, so that "

@@ -184,15 +184,16 @@ def format_generation(answer: Mapping[str, Any]) -> str:
         waves = f"in {made['waves']} waves of {made['at_once']}"
     paged = sum(at == "paged" for at in plan["placements"])
     held = f"{len(made['held'])} of {paged} paged chunks held on the device, "
-    every = made["every_steps"]
+    every, when = made["every_steps"], ""
+    if every:
+        when = f" every {'step' if every == 1 else f'{every:g} steps'}"
     cache = f"cache {format_bytes(made['cache_bytes'])}"
     if made["host_cache_bytes"]:
         cache = f"cache {format_bytes(made['host_cache_bytes'])} on the host"
     return (
         f"Answers: {made['sequences']} sequences {waves}, {made['prompt_tokens']} + "
         f"{made['new_tokens']} tokens each, {held * bool(paged)}"
-        f"{cache}; {format_seconds(made['total_s'])} every "
-        f"{'step' if every == 1 else f'{every:g} steps'}, "
+        f"{cache}; {format_seconds(made['total_s'])}{when}, "
         f"{format_speed(made['tokens_per_s'])} ({format_seconds(made['prefill_s'])} for "
         f"prompts, {format_seconds(made['token_s'])} a token of each sequence)"
     )

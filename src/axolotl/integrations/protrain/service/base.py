@@ -22,6 +22,7 @@ from safetensors import safe_open
 
 from ..args import PLUGIN, lists_plugin
 from ..core.errors import FOREIGN_ERRORS, ConfigError, first_complaint
+from ..generation import Asked
 from ..offline.batches import find_file
 from ..offline.yaml_file import read_yaml
 from ..plugin import ProTrainPlugin
@@ -32,6 +33,8 @@ from .optimizers import AdapterOptimizer
 
 LOG = get_logger(__name__)
 
+ROWS_AT_ONCE = 64
+"""Rows that decode together where the plan finds room for them, half of each a prompt."""
 NO_EFFECT = {
     "saving": "save_* saves_per_epoch hub_* *resume_from_checkpoint* lora_model_dir "
     "dynamic_checkpoint merge_lora merge_method load_best_model_at_end push_*_to_hub",
@@ -256,7 +259,10 @@ def opened(
     live = LiveAdapter(model.eval(), optimizer)
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     run = TrainingRun(cfg, (), LOG)
-    run.open(model, device, False, adapter_bytes=live.reserve_bytes)
+    longest = int(cfg.sequence_len)
+    prompt = max(1, longest // 2)
+    asked = Asked(ROWS_AT_ONCE, prompt, longest + 1 - prompt)
+    run.open(model, device, False, adapter_bytes=live.reserve_bytes, asked=asked)
     assert run.session is not None
     live.open(run.session.device)
     return run, live, tokenizer

@@ -44,11 +44,12 @@ class _StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class Asking(BaseModel):
+class _Asking(BaseModel):
     """A request for text: the fields that completions and chats share."""
 
     model_config = ConfigDict(extra="forbid")
     kind: ClassVar[str]
+    part_kind: ClassVar[str]
     prefix: ClassVar[str]
 
     model: str
@@ -83,11 +84,6 @@ class Asking(BaseModel):
         """Return how many samples of each prompt are asked for."""
         return 1 if self.n is None else self.n
 
-    @property
-    def num_top(self) -> int:
-        """Return how many of the likeliest tokens are asked for."""
-        raise NotImplementedError
-
     def params(self) -> SamplingParams:
         """Return how tokens are chosen.
 
@@ -109,31 +105,11 @@ class Asking(BaseModel):
         """Return the texts that end a sample."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
-    def prompts(self, text: Text) -> list[list[int]]:
-        """Return the tokens of each prompt."""
-        raise NotImplementedError
 
-    def choice(self, words: str, reason: str | None, tokens: Any) -> dict[str, Any]:
-        """Return a choice of an answer; `tokens` are log-probabilities, if asked for."""
-        raise NotImplementedError
-
-    def piece(self, words: str, reason: str | None, tokens: Any) -> dict[str, Any]:
-        """Return a choice of a part of an answer."""
-        return self.choice(words, reason, tokens)
-
-    def opening(self) -> dict[str, Any] | None:
-        """Return the choice of the first part, where there is one without text."""
-        return None
-
-    def logprobs_of(self, text: Text, tokens: Iterable[Shown]) -> Any:
-        """Return log-probabilities as an answer has them; None if not asked for."""
-        raise NotImplementedError
-
-
-class Completion(Asking):
+class Completion(_Asking):
     """A request for completions."""
 
-    kind = "text_completion"
+    kind = part_kind = "text_completion"
     prefix = "cmpl"
 
     prompt: str | list[str] | list[int] | list[list[int]]
@@ -146,11 +122,11 @@ class Completion(Asking):
 
     @property
     def num_top(self) -> int:
-        """See `Asking`."""
+        """Return how many of the likeliest tokens are asked for."""
         return self.logprobs or 0
 
     def prompts(self, text: Text) -> list[list[int]]:
-        """See `Asking`."""
+        """Return the tokens of each prompt."""
         given: Any = self.prompt
         if isinstance(given, str) or (given and isinstance(given[0], int)):
             given = [given]
@@ -161,11 +137,19 @@ class Completion(Asking):
         return [text.tokens(one) if isinstance(one, str) else one for one in given]
 
     def choice(self, words: str, reason: str | None, tokens: Any) -> dict[str, Any]:
-        """See `Asking`."""
+        """Return a choice of an answer; `tokens` are log-probabilities, if asked for."""
         return {"text": words, "finish_reason": reason, "logprobs": tokens}
 
+    def piece(self, words: str, reason: str | None, tokens: Any) -> dict[str, Any]:
+        """Return a choice of a part of an answer."""
+        return self.choice(words, reason, tokens)
+
+    def opening(self) -> dict[str, Any] | None:
+        """Return the choice of the first part, where there is one without text."""
+        return None
+
     def logprobs_of(self, text: Text, tokens: Iterable[Shown]) -> Any:
-        """See `Asking`."""
+        """Return log-probabilities as an answer has them; None if not asked for."""
         if self.logprobs is None:
             return None
         every = [*tokens]
@@ -182,10 +166,10 @@ class Completion(Asking):
         }
 
 
-class Chat(Asking):
+class Chat(_Asking):
     """A request for an answer in a chat."""
 
-    kind = "chat.completion"
+    kind, part_kind = "chat.completion", "chat.completion.chunk"
     prefix = "chatcmpl"
 
     messages: list[dict[str, Any]]
@@ -195,38 +179,41 @@ class Chat(Asking):
 
     @property
     def most(self) -> int | None:
-        """See `Asking`."""
+        """See `_Asking`."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
     def num_top(self) -> int:
-        """See `Asking`."""
+        """See `Completion`."""
         return (self.top_logprobs or 0) if self.logprobs else 0
 
     def prompts(self, text: Text) -> list[list[int]]:
-        """See `Asking`."""
+        """See `Completion`."""
         return [text.chat([_plain(message) for message in self.messages])]
 
     def choice(self, words: str, reason: str | None, tokens: Any) -> dict[str, Any]:
-        """See `Asking`."""
+        """See `Completion`."""
         message = {"role": "assistant", "content": words, "refusal": None}
         return {"message": message, "finish_reason": reason, "logprobs": tokens}
 
     def piece(self, words: str, reason: str | None, tokens: Any) -> dict[str, Any]:
-        """See `Asking`."""
+        """See `Completion`."""
         delta = {"content": words} if words or reason is None else {}
         return {"delta": delta, "finish_reason": reason, "logprobs": tokens}
 
     def opening(self) -> dict[str, Any] | None:
-        """See `Asking`."""
+        """See `Completion`."""
         delta = {"role": "assistant", "content": ""}
         return {"delta": delta, "finish_reason": None, "logprobs": None}
 
     def logprobs_of(self, text: Text, tokens: Iterable[Shown]) -> Any:
-        """See `Asking`."""
+        """See `Completion`."""
         if not self.logprobs:
             return None
         return {"content": [_told(text, one) for one in tokens], "refusal": None}
+
+
+Asking = Completion | Chat
 
 
 def _told(text: Text, shown: Shown) -> dict[str, Any]:
@@ -287,7 +274,7 @@ class Answering:
             tokens = asked.logprobs_of(self._text, shown_of(sample))
             choice = asked.choice(words, sample.reason, tokens)
             choices.append({"index": len(choices), **choice})
-        usage = self.usage(prompts, every)
+        usage = _usage(prompts, every)
         return {**self._frame, "object": asked.kind, "choices": choices, **usage}
 
     def part(
@@ -304,25 +291,20 @@ class Answering:
 
     def _part(self, index: int, choice: dict[str, Any] | None) -> dict[str, Any]:
         choices = [{"index": index, **(choice or {})}]
-        return {**self._frame, "object": self._kind, "choices": choices}
+        return {**self._frame, "object": self._asked.part_kind, "choices": choices}
 
     def last(
         self, prompts: Sequence[Sequence[int]], every: Sequence[Sequence[Sample]]
     ) -> dict[str, Any]:
         """Return the part that tells how many tokens there were."""
-        usage = self.usage(prompts, every)
-        return {**self._frame, "object": self._kind, "choices": [], **usage}
+        usage = _usage(prompts, every)
+        return {**self._frame, "object": self._asked.part_kind, "choices": [], **usage}
 
-    def usage(
-        self, prompts: Sequence[Sequence[int]], every: Sequence[Sequence[Sample]]
-    ) -> dict[str, Any]:
-        """Count tokens."""
-        read = sum(map(len, prompts))
-        made = sum(len(sample.tokens) for samples in every for sample in samples)
-        counts = {"prompt_tokens": read, "completion_tokens": made}
-        return {"usage": {**counts, "total_tokens": read + made}}
 
-    @property
-    def _kind(self) -> str:
-        kind = self._asked.kind
-        return f"{kind}.chunk" if isinstance(self._asked, Chat) else kind
+def _usage(
+    prompts: Sequence[Sequence[int]], every: Sequence[Sequence[Sample]]
+) -> dict[str, Any]:
+    read = sum(map(len, prompts))
+    made = sum(len(sample.tokens) for samples in every for sample in samples)
+    counts = {"prompt_tokens": read, "completion_tokens": made}
+    return {"usage": {**counts, "total_tokens": read + made}}

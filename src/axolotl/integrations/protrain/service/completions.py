@@ -164,15 +164,14 @@ def _ended(tell: Any, number: int, _ticket: Any) -> None:
 
 
 def _session(service: AdapterService, model: str) -> str:
-    if model == service.base_model:
-        return service.sessions.of_path(None).name
-    if model.startswith("tinker://"):
-        return service.sessions.of_path(model).name
-    raise RequestError(
-        f"model: {model!r} is neither {service.base_model} nor the path of "
-        "a state; /v1/models lists what there is.",
-        404,
-    )
+    base = service.base_model
+    if model != base and not model.startswith("tinker://"):
+        raise RequestError(
+            f"model: {model!r} is neither {base} nor the path of a state; /v1/models lists "
+            "what there is.",
+            404,
+        )
+    return service.sessions.of_path(None if model == base else model).name
 
 
 async def _parts(service: AdapterService, begun: _Begun) -> AsyncIterator[str]:

@@ -7,49 +7,20 @@ shape that it began with, so that its numbers are those of `generate` for the sa
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from ..core.engine.session import Session
+from ..core.engine.device import is_shortage
 from ..core.errors import RequestError
+from ..core.planner.generation import GenerationPlan
 from ..job import autocast_dtype
+from ..run import TrainingRun
 from .sampling import Row
-
-_TRAINED_LOGIT_BYTES = 8
-"""Bytes of a logit in a training pass, which has it and its gradient in float32."""
-
-
-def kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
-    """Bytes of the device for keys and values of one token of one row.
-
-    Args:
-        config: Of a model of transformers.
-        dtype: That it computes in.
-    """
-    text = config.get_text_config(decoder=True)
-    heads = text.num_attention_heads
-    size = getattr(text, "head_dim", None) or text.hidden_size // heads
-    keys = getattr(text, "qk_head_dim", None) or size
-    values = getattr(text, "v_head_dim", None) or size
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    return text.num_hidden_layers * kv_heads * (keys + values) * dtype.itemsize
-
-
-def rows_at_once(cfg: Any, config: Any, dtype: torch.dtype) -> int:
-    """Rows that may decode together without taking more of the device than training does.
-
-    A pass of training has logits of each token and their gradients, which a step of
-    decoding has of one token a row: that room is for keys and values. The plan does not
-    count them, so this is the one place that says how many rows there may be.
-    """
-    logits = config.get_text_config(decoder=True).vocab_size * _TRAINED_LOGIT_BYTES
-    fits = logits // kv_bytes_per_token(config, dtype)
-    return int(cfg.micro_batch_size) * max(1, fits)
 
 
 class Decoder:
@@ -57,36 +28,57 @@ class Decoder:
 
     Args:
         cfg: Axolotl's validated configuration.
-        session: Of a model without dropout.
+        run: Open, with a model without dropout; its plan says how many rows have room, and
+            what is held meanwhile.
         pad: A token for places that nothing reads.
 
     Attributes:
         why_not: What keeps this base from sampling; empty for nothing.
-        kv_bytes: For each token of a row.
-        rows_at_once: See `rows_at_once`.
+        most_rows: Of a wave.
     """
 
-    def __init__(self, cfg: Any, session: Session, pad: int) -> None:
-        model: Any = session.model
+    def __init__(self, cfg: Any, run: TrainingRun, pad: int) -> None:
+        assert run.session is not None and run.report is not None
+        self._session, self._report = run.session, run.report
+        model: Any = run.session.model
         self._model = model
-        self.device = session.device.torch_device
+        self.device = run.session.device.torch_device
         self.pad = pad
         self._autocast = autocast_dtype(cfg)
         base: Any = model.get_base_model()
         self._takes = inspect.signature(base.forward).parameters.keys()
         self._config = base.config
         self.why_not = ""
-        self.kv_bytes, self.rows_at_once = 0, int(cfg.micro_batch_size)
         if "past_key_values" not in self._takes:
             self.why_not = "its forward keeps no keys and values (past_key_values)"
-            return
-        dtype: torch.dtype = self._autocast or base.dtype
-        try:
-            self.kv_bytes = kv_bytes_per_token(base.config, dtype)
-            self.rows_at_once = rows_at_once(cfg, base.config, dtype)
-        except (AttributeError, TypeError) as error:
-            # it trains all the same
-            self.why_not = f"its config does not say how large these are ({error})"
+        # of a base whose samples cannot be traced
+        self.most_rows = int(cfg.micro_batch_size)
+        self._planned: GenerationPlan | None = None
+        self._held: tuple[int, ...] = ()
+
+    def follow_plan(self) -> None:
+        """Read the plan of sampling, where it is another one than before."""
+        planned = self._report.forecast.generation
+        if planned is not None and planned is not self._planned:
+            self._planned = planned
+            self.most_rows, self._held = planned.rows, planned.held
+
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """Inside, chunks of the base that the plan of sampling holds stay on the device."""
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(self._session.holding(self._held))
+            except RuntimeError as error:
+                if not is_shortage(error):
+                    raise
+                self._held = ()
+            yield
+
+    def let_go(self) -> bool:
+        """Hold nothing from the next turn on; tells whether anything was held."""
+        held, self._held = self._held, ()
+        return bool(held)
 
     def require_cache(self) -> None:
         """Refuse what this base cannot do.
@@ -122,7 +114,7 @@ class Decoder:
         }
         more = {name: value for name, value in more.items() if name in self._takes}
         kind, dtype = self.device.type, self._autocast
-        with torch.autocast(kind, dtype) if dtype else nullcontext():
+        with torch.autocast(kind, dtype, enabled=dtype is not None):
             output = self._model(
                 input_ids=tokens,
                 attention_mask=mask,
@@ -155,8 +147,8 @@ class Wave:
     @property
     def nbytes(self) -> int:
         """Return the bytes of what was read."""
-        read = 0 if self._mask is None else self._mask.numel()
-        return self._decoder.kv_bytes * read
+        parts = (part for layer in self._cache.layers for part in vars(layer).values())
+        return sum(part.nbytes for part in parts if isinstance(part, Tensor))
 
     def logits(self) -> Tensor:
         """Read what each row has new; see `Decoder.logits`."""

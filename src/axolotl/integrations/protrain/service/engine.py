@@ -33,6 +33,7 @@ from .adapters import (
     path_of,
 )
 from .base import identity, opened, read
+from .client_sessions import ClientSessions
 from .losses import Datum, checked_settings
 from .optimizers import AdamParams
 from .sampler import Sampler
@@ -67,6 +68,7 @@ class AdapterService:
         sampler: Samples from adapters that were saved, and from the base.
         sessions: Who samples with which of them.
         states: What is saved.
+        clients: Their sessions.
         optimizer: That of all adapters.
 
     Raises:
@@ -105,6 +107,7 @@ class AdapterService:
             self.optimizer.family,
         )
         self._lost: list[str] = []
+        self.clients = ClientSessions(self.folder / "_sessions")
         self.turns = Turns(request_bytes or host_bytes // 8)
         text = Text(tokenizer, run.session.model)
         self._steps = steps = Steps(

@@ -30,7 +30,8 @@ from .completions import complete, model, models, wrong
 from .engine import AdapterService
 from .messages import output_bytes, sampled_bytes
 from .requests import ANSWERED, QUEUED, REFUSED, UNLOADED, answer, queue
-from .rest import ROUTES, SIGNED
+from .rest import ROUTES, SIGNED, Act
+from .rest_sessions import ROUTES as SESSIONS
 from .sample_requests import as_json, sampler_info
 from .sessions import SavedSession
 from .wire import worded
@@ -82,21 +83,25 @@ def app_of(
 
     add("GET", "/healthz", _health, False)
     add("GET", "/api/v1/healthz", _health, False)
-    add("GET", "/api/v1/get_server_capabilities", _capabilities)
-    add("GET", "/api/v1/status", _status)
-    add("GET", "/api/v1/samplers/{name}", _sampler)
+    for path, act in _TOLD.items():
+        add("GET", path, _apart(act))
     add("POST", "/api/v1/retrieve_future", _retrieve)
     for name in (*ANSWERED, *QUEUED, *REFUSED):
         add("POST", f"/api/v1/{name}", partial(_post, name, parser))
-    for (method, path), act in ROUTES.items():
-        add(method, path, act)
-    for (method, path), act in SIGNED.items():
-        add(method, path, act, False)
-    add("GET", "/v1/models", _models)
-    add("GET", "/v1/models/{name:path}", _model)
+    for (method, path), act in {**ROUTES, **SESSIONS, **SIGNED}.items():
+        add(method, path, _apart(act), (method, path) not in SIGNED)
     add("POST", "/v1/completions", partial(_complete, Completion, parser))
     add("POST", "/v1/chat/completions", partial(_complete, Chat, parser))
     return app
+
+
+def _apart(act: Act) -> Answer:
+    """Act away from the loop: files may be read or changed."""
+
+    async def answer(*given: Any) -> Any:
+        return await asyncio.to_thread(act, *given)
+
+    return answer
 
 
 async def _health(service: AdapterService, _request: Request, _body: bytes) -> Any:
@@ -105,9 +110,7 @@ async def _health(service: AdapterService, _request: Request, _body: bytes) -> A
     return {"status": "ok"}
 
 
-async def _capabilities(
-    service: AdapterService, _request: Request, _body: bytes
-) -> Any:
+def _capabilities(service: AdapterService, _request: Request, _body: bytes) -> Any:
     model = {
         "model_name": service.base_model,
         "max_context_length": service.sequence_len,
@@ -117,20 +120,18 @@ async def _capabilities(
     return {"supported_models": [model]}
 
 
-async def _status(service: AdapterService, _request: Request, _body: bytes) -> Any:
-    return service.status()
-
-
-async def _sampler(service: AdapterService, request: Request, _body: bytes) -> Any:
-    return sampler_info(service, request.path_params["name"])
-
-
-async def _models(service: AdapterService, _request: Request, _body: bytes) -> Any:
-    return models(service)
-
-
-async def _model(service: AdapterService, request: Request, _body: bytes) -> Any:
-    return model(service, request.path_params["name"])
+_TOLD: dict[str, Act] = {
+    "/api/v1/get_server_capabilities": _capabilities,
+    "/api/v1/status": lambda service, *_: service.status(),
+    "/api/v1/samplers/{name}": lambda service, asked, _: sampler_info(
+        service, asked.path_params["name"]
+    ),
+    "/v1/models": lambda service, *_: models(service),
+    "/v1/models/{name:path}": lambda service, asked, _: model(
+        service, asked.path_params["name"]
+    ),
+}
+"""Paths of GET, and what answers them."""
 
 
 async def _complete(
@@ -140,9 +141,7 @@ async def _complete(
     request: Request,
     body: bytes,
 ) -> Any:
-    async def parse(act: Callable[[], Any]) -> Any:
-        return await _parsed(parser, service, body, act)
-
+    parse = partial(_parsed, parser, service, body)
     return await complete(message, parse, service, request, body)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -112,7 +111,7 @@ class Passes:
         length = -(-longest // self._multiple) * self._multiple
         ones = (torch.ones(min(end, length), dtype=torch.int64) for end in ends)
         kind, dtype = self._device.type, self._autocast
-        with torch.autocast(kind, dtype) if dtype else nullcontext():
+        with torch.autocast(kind, dtype, enabled=dtype is not None):
             output = self._model(
                 input_ids=self._padded(tokens, length),
                 attention_mask=self._padded(ones, length),

@@ -6,7 +6,6 @@ JSON, but for passes, which newer clients send as protobuf (`messages`).
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -20,7 +19,7 @@ from .engine import FAULTS, AdapterService, as_refusal
 from .losses import Datum
 from .messages import MOST_ROWS, data_of, read_request, settings_of, shaped
 from .optimizers import AdamParams
-from .sample_requests import SAMPLING, session_name
+from .sample_requests import SAMPLING, require_base, session_name
 from .states import MOST_SECONDS, Kept
 from .turns import MOST_WAITING, Ticket
 from .wire import (
@@ -71,6 +70,11 @@ Words = Annotated[dict[str, Any], AfterValidator(_short)]
 _Seconds = Annotated[int, Field(ge=1, le=MOST_SECONDS)]
 
 
+class _NewSession(Message):
+    display_name: str | None = Field(None, max_length=_MOST_WORDS)
+    user_metadata: Words | None = None
+
+
 class _New(SessionMessage):
     user_metadata: Words | None = None
     model_seq_id: int = Field(ge=0, le=2**31)
@@ -79,12 +83,8 @@ class _New(SessionMessage):
 
     def id_on(self, service: AdapterService) -> str:
         """As the client derives it where it creates a model from a state."""
-        base, ours = service.base_model, service.optimizer
-        if self.base_model not in (None, base):
-            raise RequestError(
-                f"base_model: {self.base_model}; this server has {base}."
-            )
-        asked = self.optimizer_config
+        require_base(service, self.base_model)
+        asked, ours = self.optimizer_config, service.optimizer
         # newer clients say adamw where their user has said nothing
         if asked is not None and asked.type not in ("adamw", ours.name, ours.family):
             raise RequestError(
@@ -204,8 +204,9 @@ def _unload(service: AdapterService, asked: ModelMessage) -> dict[str, Any]:
     return {"type": "unload_model", **future_of(asked.model_id, UNLOADED)}
 
 
-def _new_session(*_: object) -> dict[str, Any]:
-    return {"type": "create_session", "session_id": uuid.uuid4().hex[:12]}
+def _new_session(service: AdapterService, asked: _NewSession) -> dict[str, Any]:
+    made = service.clients.begin(asked.display_name, asked.user_metadata)
+    return {"type": "create_session", "session_id": made}
 
 
 _CLIENT = {
@@ -222,7 +223,7 @@ ANSWERED: dict[str, tuple[type[Message] | None, Callable[..., dict[str, Any]]]] 
     "client/config": (None, lambda *_: _CLIENT),
     "client/dynamic_config": (None, lambda *_: {"sample_cancel_enabled": True}),
     "telemetry": (None, lambda *_: {"status": "accepted"}),
-    "create_session": (None, _new_session),
+    "create_session": (_NewSession, _new_session),
     "session_heartbeat": (SessionMessage, lambda *_: {"type": "session_heartbeat"}),
     "get_info": (ModelMessage, _get_info),
     "weights_info": (_Info, _weights_info),
@@ -237,14 +238,17 @@ def _create(service: AdapterService, asked: _Create, _: int | None) -> Ticket:
     kinds = [kind for kind in KINDS if getattr(lora, f"train_{kind}")]
     model = asked.id_on(service)
     ticket = service.create(model, lora.rank, kinds, lora.seed)
-    service.states.describe(model, asked.user_metadata)
-    return ticket
+    return _described(service, asked, ticket)
 
 
 def _create_from(service: AdapterService, asked: _CreateFrom, _: int | None) -> Ticket:
-    model = asked.id_on(service)
-    ticket = service.create_from(model, asked.path, asked.optimizer)
-    service.states.describe(model, asked.user_metadata)
+    ticket = service.create_from(asked.id_on(service), asked.path, asked.optimizer)
+    return _described(service, asked, ticket)
+
+
+def _described(service: AdapterService, asked: _New, ticket: Ticket) -> Ticket:
+    service.states.describe(ticket.model, asked.user_metadata)
+    service.clients.hear(asked.session_id)
     return ticket
 
 
@@ -322,7 +326,10 @@ def answer(service: AdapterService, name: str, body: bytes) -> dict[str, Any]:
         ValidationError, ProTrainError: What is wrong with the body.
     """
     message, act = ANSWERED[name]
-    return act(service, message and message.model_validate_json(body))
+    asked = message and message.model_validate_json(body)
+    if isinstance(asked, SessionMessage):
+        service.clients.hear(asked.session_id)
+    return act(service, asked)
 
 
 def queue(

@@ -1,4 +1,4 @@
-"""Tinker's requests about what there is: runs, their checkpoints, sessions.
+"""Tinker's requests about what there is: runs and their checkpoints.
 
 A run is a model, there or with states; a checkpoint is a state. All are read from the
 folder of the service and from its models when they are asked for.
@@ -6,13 +6,11 @@ folder of the service and from its models when they are asked for.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Mapping
-from functools import partial
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import Request, Response
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from ..core.errors import RequestError
 from .adapters import EXTERNAL, SAMPLERS, TRAINING
@@ -27,24 +25,33 @@ _STATE = "/api/v1/training_runs/{model}/checkpoints/{kind}/{name}"
 _NO_ACCOUNTS = (
     "there are no accounts here: whoever may call this server may load every state."
 )
+NO_PROJECTS = "there are no projects here. Leave it out."
 
+_Kind = TypeVar("_Kind", bound="Query")
 Act = Callable[[AdapterService, Request, bytes], Any]
-Answer = Callable[[AdapterService, Request, bytes], Awaitable[Any]]
 
 
-class _Page(BaseModel):
-    limit: int = Field(20, ge=1, le=1000)
-    offset: int = Field(0, ge=0)
+class Query(BaseModel):
+    """The parameters of an address; others than these are refused."""
+
+    model_config = ConfigDict(extra="forbid")
     access_scope: Literal["owned", "accessible"] = "owned"
     project_id: str | None = None
 
     @classmethod
-    def of(cls, request: Request) -> _Page:
+    def of(cls: type[_Kind], request: Request) -> _Kind:
         """Read what a request asks for."""
-        page = cls.model_validate({**request.query_params})
-        if page.project_id is not None:
-            raise RequestError("project_id: there are no projects here. Leave it out.")
-        return page
+        query = cls.model_validate({**request.query_params})
+        if query.project_id is not None:
+            raise RequestError(f"project_id: {NO_PROJECTS}")
+        return query
+
+
+class Page(Query):
+    """A part of a list."""
+
+    limit: int = Field(20, ge=1, le=1000)
+    offset: int = Field(0, ge=0)
 
     def cut(self, name: str, every: list[Any], show: Callable[[Any], Any]) -> Any:
         """Return a part of a list, and where it lies."""
@@ -76,18 +83,23 @@ def _part(about: Mapping[str, Any] | None, name: str) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
+def as_texts(words: Mapping[str, Any] | None) -> dict[str, str] | None:
+    """Return a client's words as clients read them, whatever JSON they were."""
+    return None if words is None else {name: str(word) for name, word in words.items()}
+
+
 def _checkpoints(service: AdapterService, request: Request, _: bytes) -> Any:
-    return _Page.of(request).cut("checkpoints", service.states.every(), _checkpoint)
+    return Page.of(request).cut("checkpoints", service.states.every(), _checkpoint)
 
 
 def _of_run(service: AdapterService, request: Request, _: bytes) -> Any:
-    model = request.path_params["model"]
-    states = _run_of(service, model)[1]
+    Query.of(request)
+    states = _run_of(service, request.path_params["model"])[1]
     return {"checkpoints": [_checkpoint(state) for state in states]}
 
 
 def _runs(service: AdapterService, request: Request, _: bytes) -> Any:
-    page, states = _Page.of(request), _by_model(service)
+    page, states = Page.of(request), by_model(service)
     every = sorted(
         ((_last(service, model, of), model, of) for model, of in states.items()),
         key=lambda one: (-one[0], one[1]),
@@ -96,10 +108,11 @@ def _runs(service: AdapterService, request: Request, _: bytes) -> Any:
 
 
 def _one_run(service: AdapterService, request: Request, _: bytes) -> Any:
+    Query.of(request)
     return _run(service, *_run_of(service, request.path_params["model"]))
 
 
-def _by_model(service: AdapterService) -> dict[str, list[State]]:
+def by_model(service: AdapterService) -> dict[str, list[State]]:
     """The states of every model that is there or has some."""
     found: dict[str, list[State]] = {model: [] for model in [*service.store.layouts]}
     for state in service.states.every():
@@ -146,7 +159,7 @@ def _run(service: AdapterService, model: str, states: list[State]) -> dict[str, 
         "corrupted": False,
         "lora_rank": rank,
         "last_request_time": iso(_last(service, model, states)),
-        "user_metadata": words and {name: str(word) for name, word in words.items()},
+        "user_metadata": as_texts(words),
         **last,
     }
 
@@ -191,60 +204,18 @@ def _refuse(service: AdapterService, request: Request, _: bytes) -> Any:
     raise RequestError(_NO_ACCOUNTS, 404)
 
 
-def _sessions(service: AdapterService, request: Request, _: bytes) -> Any:
-    page, found = _Page.of(request), _models_of(service)
-    return {"sessions": page.cut("sessions", [*found], str)["sessions"]}
-
-
-def _session(service: AdapterService, request: Request, _: bytes) -> Any:
-    name = request.path_params["session"]
-    models, samplers = _models_of(service).get(name), service.sessions.begun_by(name)
-    if models is None and not samplers:
-        raise RequestError(
-            f"session_id: {name} has no model, state or sampling session here.", 404
-        )
-    return {"training_run_ids": models or [], "sampler_ids": samplers}
-
-
-def _models_of(service: AdapterService) -> dict[str, list[str]]:
-    """Models by the client's session that their ids begin with."""
-    found: dict[str, list[str]] = {}
-    for model in sorted(_by_model(service)):
-        session, made, _ = model.partition(":train:")
-        if made:
-            found.setdefault(session, []).append(model)
-    return found
-
-
-def _finish(service: AdapterService, request: Request, _: bytes) -> Any:
-    service.finish(request.path_params["session"])
-    return Response(status_code=204)
-
-
-def _apart(act: Act) -> Answer:
-    """Act away from the loop: files are read or changed."""
-
-    async def answer(service: AdapterService, request: Request, body: bytes) -> Any:
-        return await asyncio.to_thread(partial(act, service, request, body))
-
-    return answer
-
-
-ROUTES: dict[tuple[str, str], Answer] = {
-    ("GET", "/api/v1/checkpoints"): _apart(_checkpoints),
-    ("GET", "/api/v1/training_runs"): _apart(_runs),
-    ("GET", "/api/v1/training_runs/{model}"): _apart(_one_run),
-    ("GET", "/api/v1/training_runs/{model}/checkpoints"): _apart(_of_run),
-    ("DELETE", _STATE): _apart(_delete),
-    ("PUT", f"{_STATE}/ttl"): _apart(_set_ttl),
-    ("GET", f"{_STATE}/archive"): _apart(_archive),
-    ("GET", f"{_STATE}/external_weights_urls"): _apart(_urls),
-    ("POST", f"{_STATE}/publish"): _apart(_refuse),
-    ("DELETE", f"{_STATE}/publish"): _apart(_refuse),
-    ("GET", "/api/v1/sessions"): _apart(_sessions),
-    ("GET", "/api/v1/sessions/{session}"): _apart(_session),
-    ("POST", "/api/v1/sessions/{session}/finish"): _apart(_finish),
+ROUTES: dict[tuple[str, str], Act] = {
+    ("GET", "/api/v1/checkpoints"): _checkpoints,
+    ("GET", "/api/v1/training_runs"): _runs,
+    ("GET", "/api/v1/training_runs/{model}"): _one_run,
+    ("GET", "/api/v1/training_runs/{model}/checkpoints"): _of_run,
+    ("DELETE", _STATE): _delete,
+    ("PUT", f"{_STATE}/ttl"): _set_ttl,
+    ("GET", f"{_STATE}/archive"): _archive,
+    ("GET", f"{_STATE}/external_weights_urls"): _urls,
+    ("POST", f"{_STATE}/publish"): _refuse,
+    ("DELETE", f"{_STATE}/publish"): _refuse,
 }
 """Requests about what there is, by method and path, and what answers them."""
-SIGNED: dict[tuple[str, str], Answer] = {("GET", ROUTE): _apart(_download)}
+SIGNED: dict[tuple[str, str], Act] = {("GET", ROUTE): _download}
 """Requests whose address is signed, and asked for no key."""

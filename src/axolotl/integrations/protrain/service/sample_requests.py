@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -19,7 +19,7 @@ from ..core.errors import RequestError
 from .answers import MASKED, Asked, Sampled, Top, Wanted
 from .engine import AdapterService
 from .messages import densified
-from .sampler import MOST_TOP
+from .sampler import require_targets
 from .sampling import SamplingParams
 from .wire import Input, Message, SessionMessage, Strict, TensorMessage, future_of
 
@@ -42,23 +42,15 @@ class _Cancel(Message):
 
 
 class _Targets(TensorMessage):
+    dtype: Literal["int64"]
+
     def read(self, length: int) -> Wanted:
         """Return the tokens that are named for a prompt of some length, dense."""
-        shape, rows = self.shape or [], length - 1
-        if (
-            self.dtype != "int64"
-            or len(shape) != 2
-            or shape[0] != rows
-            or not 0 < shape[1] <= MOST_TOP
-        ):
-            raise RequestError(
-                f"target_prompt_logprobs is {self.dtype} of shape {shape}; allowed is "
-                f"int64 of shape [{rows}, k]: a row for each token but the first, and 1 "
-                f"to {MOST_TOP} tokens in it."
-            )
+        shape = self.shape or []
+        require_targets(shape, length)
         values = _integers(self.data)
         if self.indices is None:
-            if values.numel() != rows * shape[1]:
+            if values.numel() != math.prod(shape):
                 raise RequestError(
                     f"target_prompt_logprobs has {values.numel()} values and shape {shape}."
                 )
@@ -102,7 +94,7 @@ def session_name(session: str, number: int) -> str:
 
 
 def _new_session(service: AdapterService, asked: _NewSession) -> dict[str, Any]:
-    _require_base(service, asked.base_model)
+    require_base(service, asked.base_model)
     name = session_name(asked.session_id, asked.sampling_session_seq_id)
     made = service.sessions.make(name, asked.model_path)
     return {"type": "create_sampling_session", "sampling_session_id": made.name}
@@ -120,7 +112,7 @@ def sampler_info(service: AdapterService, name: str) -> dict[str, Any]:
 
 
 def _sample(service: AdapterService, asked: _Sample) -> dict[str, Any]:
-    _require_base(service, asked.base_model)
+    require_base(service, asked.base_model)
     if asked.prompt_alt_tokens_k:
         raise RequestError(
             "prompt_alt_tokens_k: no alternatives are drawn here; topk_prompt_logprobs "
@@ -153,7 +145,12 @@ def _cancel(service: AdapterService, asked: _Cancel) -> dict[str, Any]:
     return {}
 
 
-def _require_base(service: AdapterService, base: str | None) -> None:
+def require_base(service: AdapterService, base: str | None) -> None:
+    """Refuse another base than the server's.
+
+    Raises:
+        RequestError: It is.
+    """
     if base not in (None, service.base_model):
         raise RequestError(f"base_model: {base}; this server has {service.base_model}.")
 

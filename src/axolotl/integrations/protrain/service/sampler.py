@@ -156,16 +156,23 @@ class Sampler:
     def _check_wanted(self, prompt: list[int], wanted: Wanted | None) -> None:
         if wanted is None:
             return
-        shape, values = wanted.shape, wanted.values
-        rows = len(prompt) - 1
-        if len(shape) != 2 or shape[0] != rows or not 0 < shape[1] <= MOST_TOP:
-            raise RequestError(
-                f"target_prompt_logprobs has shape {shape}; allowed is ({rows}, k): a row "
-                f"for each token but the first, and 1 to {MOST_TOP} tokens in it."
-            )
-        if not all(
-            -1 <= token < self._vocabulary for token in values.unique().tolist()
-        ):
+        require_targets(wanted.shape, len(prompt))
+        each = wanted.values.unique().tolist()
+        if not all(-1 <= token < self._vocabulary for token in each):
             raise RequestError(
                 f"target_prompt_logprobs: tokens are -1 to {self._vocabulary - 1}."
             )
+
+
+def require_targets(shape: Sequence[int], length: int) -> None:
+    """Refuse a table of tokens that has not the shape for a prompt of some length.
+
+    Raises:
+        RequestError: It has another one.
+    """
+    if len(shape) != 2 or shape[0] != length - 1 or not 0 < shape[1] <= MOST_TOP:
+        raise RequestError(
+            f"target_prompt_logprobs has shape {tuple(shape)}; allowed is "
+            f"({length - 1}, k): a row for each token but the first, and 1 to {MOST_TOP} "
+            "tokens in it."
+        )

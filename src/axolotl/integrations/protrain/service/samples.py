@@ -14,11 +14,12 @@ while it decodes are in the next one.
 
 # Note [A wave without room]
 
-The plan does not count keys and values; `Decoder.rows_at_once` bounds them. Where the device
-runs out of memory all the same, the wave is halved: its rows keep their tokens, which are
-read again with their prompts, and later waves have no more rows than the half. A single row
-without room is refused. What goes to the host counts as memory of requests; where there is
-no room, it is dropped, and read again.
+A wave has the rows that the planner has found room for, beside chunks of the base that it
+holds on the device meanwhile (`core/planner/generation.py`). Where the device runs out of
+memory all the same, the wave is halved: its rows keep their tokens, which are read again with
+their prompts, and later waves have no more rows than the half. A single row without room goes
+on with nothing held, or is refused. What goes to the host counts as memory of requests; where
+there is no room, it is dropped, and read again.
 """
 
 from __future__ import annotations
@@ -145,7 +146,6 @@ class Samples:
         self._sample, self._between, self._forget = sample, between, forget
         self._queues: dict[str, _Queue] = {}
         self._lock = RLock()
-        self._most_rows = decoder.rows_at_once
         self.tokens = 0
 
     def add(self, key: str, request: Request) -> None:
@@ -179,8 +179,13 @@ class Samples:
         """
         queue = self._queues.get(key, _Queue())
         self._let_go_of(queue)
+        self.decoder.follow_plan()
         if queue.wave is None:
             self._begin(queue)
+        with self.decoder.holding():
+            self._decode(queue)
+
+    def _decode(self, queue: _Queue) -> None:
         steps = 0
         while queue.wave is not None and not self._turns.stopped:
             if steps >= TURN_STEPS and self._turns.peek() is not None:
@@ -240,7 +245,7 @@ class Samples:
     def _begin(self, queue: _Queue) -> None:
         """Form a wave, and read what is asked about its prompts."""
         with self._lock:
-            rows = queue.pick(self._most_rows)
+            rows = queue.pick(self.decoder.most_rows)
         self._score([one for one in queue.requests if one.asked.reads])
         picked = {id(row) for row in rows}
         for request in queue.requests:
@@ -299,18 +304,20 @@ class Samples:
         if self.decoder.device.type == "cuda":
             torch.cuda.empty_cache()
         if len(rows) > 1:
-            self._most_rows = half = len(rows) // 2
+            self.decoder.most_rows = half = len(rows) // 2
             with self._lock:
                 queue.put_back(rows[half:])
             self._go_with(queue, rows[:half])
             return
+        if self.decoder.let_go():
+            with self._lock:
+                queue.put_back(rows)
+            return
         (row,) = rows
-        new = len(row.tokens) + 1
-        nbytes = self.decoder.kv_bytes * (len(row.prompt) + new)
         error = RequestError(
             f"prompt: the device has no room for one row of {len(row.prompt)} tokens and "
-            f"{new} more, whose keys and values take {nbytes:,} bytes ({shortage}). Ask "
-            "for a shorter prompt or fewer max_tokens, or serve a smaller sequence_len.",
+            f"{len(row.tokens) + 1} more ({shortage}). Ask for a shorter prompt or fewer "
+            "max_tokens, or serve a smaller sequence_len.",
             413,
         )
         for request in queue.requests:

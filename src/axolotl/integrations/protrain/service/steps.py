@@ -74,7 +74,7 @@ class Steps:
         self.passes = Passes(cfg, run.session, self._prefetch)
         self.sessions = Sessions(store, folder, turns, self.forget_later)
         self.samples = Samples(
-            Decoder(cfg, run.session, pad),
+            Decoder(cfg, run, pad),
             self.passes,
             turns,
             self.sample,
@@ -110,12 +110,9 @@ class Steps:
             self._prefetch()
             self.samples.turn(key)
         except FAULTS as error:
-            # the model is as it was before
-            traceback.clear_frames(error.__traceback__)
-            self._session.forget_gradients()
-            self._live.leave()
             if not isinstance(error, ProTrainError):
                 LOG.error(traceback.format_exc())
+            self._undo(error)
             if isinstance(error, RuntimeError) and is_shortage(error):
                 error = RequestError(
                     f"prompt: the device has no room for this request: {error}", 413
@@ -123,6 +120,12 @@ class Steps:
             self.samples.fail(key, error)
         if not self._turns.stopped:
             self.samples.ended(key)
+
+    def _undo(self, error: BaseException) -> None:
+        """The adapter is as it was before: the host has it, and it is shown again."""
+        traceback.clear_frames(error.__traceback__)
+        self._session.forget_gradients()
+        self._live.leave()
 
     def _sampler(self, key: str) -> AdapterState:
         if self._store.cached(key) is None:
@@ -271,10 +274,7 @@ class Steps:
         try:
             result = self._run.recovery.attempt(attempt, "forward")
         except FAULTS as error:
-            # the adapter is as it was before: the host has it, and is shown again
-            traceback.clear_frames(error.__traceback__)
-            self._session.forget_gradients()
-            self._live.leave()
+            self._undo(error)
             short = isinstance(error, RuntimeError) and is_shortage(error)
             if short or isinstance(error, DeviceMemoryError):
                 raise RequestError(

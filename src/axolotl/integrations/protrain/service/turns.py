@@ -126,8 +126,7 @@ class Turns:
                 many wait.
         """
         with self._changed:
-            if self.stopped:
-                raise RequestError("the server is stopping.", 409)
+            self._require_open()
             line = self._line(name)
             number = line.last + 1 if number is None else number
             if number in line.tickets:
@@ -160,8 +159,7 @@ class Turns:
             RequestError: One does.
         """
         with self._changed:
-            if self.stopped:
-                raise RequestError("the server is stopping.", 409)
+            self._require_open()
             for name, line in self._lines.items():
                 if any(t.path == path and not t.done() for t in line.tickets.values()):
                     raise RequestError(
@@ -180,8 +178,7 @@ class Turns:
                 answer is no longer kept, or too many wait.
         """
         with self._changed:
-            if self.stopped:
-                raise RequestError("the server is stopping.", 409)
+            self._require_open()
             line = self._line(model)
             number = line.last + 1 if number is None else number
             if number < line.next or number in line.tickets:
@@ -328,6 +325,10 @@ class Turns:
         with self._changed:
             all_ = [t for line in self._lines.values() for t in line.tickets.values()]
         _refuse(all_, RequestError("the server has stopped.", 409))
+
+    def _require_open(self) -> None:
+        if self.stopped:
+            raise RequestError("the server is stopping.", 409)
 
     def _line(self, model: str) -> _Line:
         if model not in self._lines:
