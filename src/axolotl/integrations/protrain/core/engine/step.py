@@ -223,7 +223,6 @@ class DueUpdates:
 
     def _queue_update(self, own: ChunkUpdate) -> None:
         chunk = own.host.chunk
-        self._worker.wait(chunk.index)
         if self.slots.slot_of(chunk.index) is not None:
             self.slots.begin_update(chunk.index)
         else:
