@@ -19,14 +19,13 @@ from __future__ import annotations
 import math
 import uuid
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from unittest.mock import patch
 
 import torch
@@ -69,6 +68,20 @@ class FullState(AdapterState):
     source: Path | None = None
     whole: bool = False
     version: str = ""
+
+
+class Files(NamedTuple):
+    """A model's own tensors as its files have them.
+
+    Attributes:
+        tensors: By the keys of files.
+        trained: Keys of those that train.
+        state: What of the model's `state_dict` they lie in.
+    """
+
+    tensors: Mapping[str, Tensor]
+    trained: Set[str]
+    state: Mapping[str, Tensor]
 
 
 class FullModel:
@@ -197,12 +210,14 @@ class FullModel:
             raise RequestError(f"its weights {_LOST[state.trains]}", 410)
         self._forget()
         self._versions.clear()
-        with TemporaryDirectory() as aside, self.shown(Path(aside)) as tensors:
-            trained = self.trained(tensors)
-            for name in source.glob("model-*.safetensors"):
-                with safe_open(name, framework="pt") as file:
-                    for key in trained.intersection(file.keys()):
-                        tensors[key].copy_(file.get_tensor(key))
+        with TemporaryDirectory() as aside:
+            files = self.files(Path(aside))
+        for name in source.glob("model-*.safetensors"):
+            with safe_open(name, framework="pt") as file:
+                for key in files.trained & {*file.keys()}:
+                    files.tensors[key].copy_(file.get_tensor(key))
+        # of the host's weights, which these are, nobody is told otherwise
+        self._model.load_state_dict(files.state, strict=False)
         self._versions.add(state.version)
         if state.trains:
             self._load_rest(source if state.whole else self.start)
@@ -222,7 +237,7 @@ class FullModel:
             pass
 
     def _load_rest(self, folder: Path) -> None:
-        """Read what `save_rest` and `save_optimizer` have written."""
+        """Read what `save_rest` has written."""
         self._optimizer.load_state_dict(_optimizer_in(folder))
         file = safe_open(folder / REST, framework="pt")
         for name, buffer in self._model.named_buffers():
@@ -312,53 +327,49 @@ class FullModel:
         """The weights that the model has now are known as this one, too."""
         self._versions.add(version)
 
-    @contextmanager
-    def shown(self, folder: Path) -> Iterator[dict[str, Tensor]]:
-        """Inside, tensors as transformers' files have them, by their keys, views of the
-        model's own; what it writes beside them goes to a folder."""
-        found: dict[str, Tensor] = {}
-
-        def keep(tensors: Mapping[str, Tensor], **_: Any) -> StateDictSplit:
-            found.update(tensors)
-            return StateDictSplit({}, {}, {})
-
-        split = "split_torch_state_dict_into_shards"
-        with self._session.full_params():
-            with in_place(), patch.object(modeling_utils, split, keep):
-                self._model.save_pretrained(folder)
-            yield found
-            found.clear()
-
-    def trained(self, tensors: Mapping[str, Tensor]) -> set[str]:
-        """Keys of the tensors of `shown` that lie in weights that train.
+    def files(self, folder: Path) -> Files:
+        """The tensors of transformers' files; what it writes beside them goes to a folder.
 
         Raises:
-            ConfigError: One lies nowhere in the model, so it could not be read back.
+            ConfigError: One is no view of a weight, so it could not be read back.
         """
-        every = [*self._model.named_parameters(), *self._model.named_buffers()]
-        spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes, n) for n, t in every)
-        found, names = set(), set()
+        tensors: dict[str, Tensor] = {}
+
+        def keep(every: Mapping[str, Tensor], **_: Any) -> StateDictSplit:
+            tensors.update(every)
+            return StateDictSplit({}, {}, {})
+
+        split, state = "split_torch_state_dict_into_shards", self._model.state_dict()
+        with in_place(), patch.object(modeling_utils, split, keep):
+            self._model.save_pretrained(folder, state_dict={**state})
+        every = self._model.named_parameters(remove_duplicate=False)
+        trains = {name for name, param in every if param.requires_grad}
+        spans = sorted(
+            (t.data_ptr(), t.data_ptr() + t.nbytes, n) for n, t in state.items()
+        )
+        trained, names = set(), set()
         for key, tensor in tensors.items():
             at = tensor.data_ptr()
             start, stop, name = spans[bisect_right(spans, (at, math.inf, "")) - 1]
             if not start <= at < stop:
                 raise ConfigError(f"base_model: {key} {_CONVERTED}")
-            if name in self._params:
-                found.add(key)
-                names.add(name)
-        if left := self._params.keys() - names:
-            raise ConfigError(f"base_model: {min(left)} {_CONVERTED}")
-        return found
+            if name in trains:
+                trained.add(key)
+                names.add(start)
+        missing = {state[name].data_ptr() for name in trains} - names
+        if missing:
+            raise ConfigError(f"base_model: {len(missing)} weights {_CONVERTED}")
+        return Files(tensors, trained, {name: state[name] for name in trains})
 
     def save_rest(self, folder: Path) -> None:
-        """Write what training goes on from beside weights; inside of `shown`."""
+        """Write what training goes on from beside weights."""
         rest = {f"buffer.{n}": b for n, b in self._model.named_buffers()}
-        graded = {n: p.grad for n, p in self._params.items() if p.grad is not None}
-        rest |= {f"grad.{name}": grad for name, grad in graded.items()}
-        write_safetensors(rest, str(folder / REST))
-
-    def save_optimizer(self, folder: Path) -> None:
-        """Write the optimizer's state."""
+        with self._session.full_params():
+            for name, param in self._params.items():
+                if param.grad is not None:
+                    rest[f"grad.{name}"] = param.grad
+            write_safetensors(rest, str(folder / REST))
+            rest.clear()
         torch.save(self._optimizer.state_dict(), folder / OPTIMIZER)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -127,26 +127,23 @@ class FullStore(AdapterStore):
         files: dict[str, str] = {}
         index: dict[str, str] = {}
         new, known = [], self._known()
-        with self._full.shown(aside) as tensors:
-            trained = self._full.trained(tensors)
-            shards = self._shards(tensors, trained)
-            for number, keys in enumerate(shards, 1):
-                name = f"model-{number:05}-of-{len(shards):05}.safetensors"
-                part = {key: tensors[key] for key in keys}
-                if keys[0] in trained:
-                    _require_finite(part)
-                files[name] = digest = _digest(part.items())
-                index |= dict.fromkeys(keys, name)
-                same = known.get(digest) or self._base_file(keys, digest)
-                if same is None or not _linked(same, aside / name):
-                    write_safetensors(part, str(aside / name), {"format": "pt"})
-                    new.append(name)
-            total = sum(tensor.nbytes for tensor in tensors.values())
-            forms = "".join(_form(key, tensors[key]) for key in sorted(trained))
-            if whole:
-                self._full.save_rest(aside)
+        tensors, trained, _ = self._full.files(aside)
+        shards = self._shards(tensors, trained)
+        for number, keys in enumerate(shards, 1):
+            name = f"model-{number:05}-of-{len(shards):05}.safetensors"
+            part = {key: tensors[key] for key in keys}
+            if keys[0] in trained:
+                _require_finite(part)
+            files[name] = digest = _digest(part.items())
+            index |= dict.fromkeys(keys, name)
+            same = known.get(digest) or self._base_file(keys, digest)
+            if same is None or not _linked(same, aside / name):
+                write_safetensors(part, str(aside / name), {"format": "pt"})
+                new.append(name)
+        total = sum(tensor.nbytes for tensor in tensors.values())
+        forms = "".join(_form(key, tensors[key]) for key in sorted(trained))
         if whole:
-            self._full.save_optimizer(aside)
+            self._full.save_rest(aside)
         words = {"metadata": {"total_size": total}, "weight_map": index}
         (aside / INDEX).write_text(json.dumps(words, indent=2))
         version = _hash("".join(files.values()))
@@ -154,7 +151,7 @@ class FullStore(AdapterStore):
         trains = _hash(forms)
         return {"files": files, "new": new, "version": version, "trains": trains}
 
-    def _shards(self, keys: Iterable[str], trained: Collection[str]) -> list[list[str]]:
+    def _shards(self, keys: Iterable[str], trained: Set[str]) -> list[list[str]]:
         """Keys by file: those of a file of the base, what trains apart from what does not."""
         found: dict[tuple[str, bool], list[str]] = {}
         for key in sorted(keys):
