@@ -142,9 +142,14 @@ def _all_at(of: AdapterService, path: str) -> dict[str, Tensor]:
     folder = folder_of(of.folder, path)
     found = {**model_at(of, path), **load_file(folder / REST)}
     states = torch.load(folder / OPTIMIZER, weights_only=True)["state"]
-    for number, state in states.items():
-        found |= {f"{number}.{key}": torch.as_tensor(v) for key, v in state.items()}
-    return found
+    return found | _flat("", states)
+
+
+def _flat(name: str, value: Any) -> dict[str, Tensor]:
+    if not isinstance(value, dict):
+        return {name: torch.as_tensor(value)}
+    every = (_flat(f"{name}.{key}", inside) for key, inside in value.items())
+    return {key: tensor for found in every for key, tensor in found.items()}
 
 
 def _apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
@@ -163,15 +168,16 @@ def _go_on(of: AdapterService, name: str, saved: str = "end") -> dict[str, Tenso
     return _all_at(of, of.save(name, saved).result())
 
 
-def resumed(path: Path) -> dict[str, Any]:
-    """A model that is saved with gradients that wait, and goes on: what differs where it
+def resumed(path: Path, waits: bool = True) -> dict[str, Any]:
+    """A model that is saved, with gradients that wait or none, and goes on: what differs where it
     loads that, where another one begins so, and after another server has begun."""
     found: dict[str, Any] = {}
     with service(path) as served:
         served.create("m", 0)
         for one in step(served, "m", 0):
             one.result()
-        served.forward_backward("m", rows(50)).result()
+        if waits:
+            served.forward_backward("m", rows(50)).result()
         at = served.save("m", "kept").result()
         wanted = _go_on(served, "m")
         found["forward"] = served.forward_backward("m", rows(9), forward_only=True)
@@ -196,7 +202,8 @@ def resumed(path: Path) -> dict[str, Any]:
     with service(path) as served:
         served.create_from("p", at, True).result()
         found["another server"] = _apart(_go_on(served, "p"), wanted)
-        found["last"] = sorted(_all_at(served, "tinker://o/weights/_last"))[-1]
+        last = _all_at(served, "tinker://o/weights/_last")
+        found["last waits"] = any(key.startswith("grad.") for key in last)
     return found
 
 

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple, cast
 from unittest.mock import patch
 
 import torch
+from axolotl.utils.logging import get_logger
 from huggingface_hub.serialization import StateDictSplit
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -41,6 +42,8 @@ from ..run import TrainingRun
 from ..saving import in_place, write_safetensors
 from .adapters import KINDS, REST, AdapterLayout, AdapterSpec, AdapterState
 from .optimizers import AdamParams
+
+LOG = get_logger(__name__)
 
 _LOAD = "Load a state (load_weights), or create a model."
 _LOST = {
@@ -109,6 +112,7 @@ class FullModel:
         self._model: Any = run.session.model
         named = self._model.named_parameters()
         self._params = {name: p for name, p in named if p.requires_grad}
+        self._masters = run.args.protrain_fp32_master
         self._decays = [group["weight_decay"] > 0 for group in optimizer.param_groups]
         self._holder: FullState | None = None
         self._versions: set[str] = set()
@@ -212,11 +216,16 @@ class FullModel:
         self._versions.clear()
         with TemporaryDirectory() as aside:
             files = self.files(Path(aside))
+        if self._masters:
+            # or those that round to what comes would stay
+            for tensor in files.state.values():
+                tensor.fill_(math.nan)
+            self._model.load_state_dict(files.state, strict=False)
         for name in source.glob("model-*.safetensors"):
             with safe_open(name, framework="pt") as file:
                 for key in files.trained & {*file.keys()}:
                     files.tensors[key].copy_(file.get_tensor(key))
-        # of the host's weights, which these are, nobody is told otherwise
+        # the host's weights, which these are, are told of by hooks
         self._model.load_state_dict(files.state, strict=False)
         self._versions.add(state.version)
         if state.trains:
@@ -361,13 +370,26 @@ class FullModel:
             raise ConfigError(f"base_model: {len(missing)} weights {_CONVERTED}")
         return Files(tensors, trained, {name: state[name] for name in trains})
 
-    def save_rest(self, folder: Path) -> None:
-        """Write what training goes on from beside weights."""
+    def save_rest(self, folder: Path, anyway: bool) -> None:
+        """Write what training goes on from beside weights; `anyway` without gradients that
+        nobody can have.
+
+        Raises:
+            RequestError: There are such.
+        """
         rest = {f"buffer.{n}": b for n, b in self._model.named_buffers()}
+        waits = {name for name, p in self._params.items() if p.grad is not None}
+        if waits and self._masters:
+            if not anyway:
+                raise RequestError(
+                    "save_weights: gradients wait, whose sums of protrain_fp32_master are "
+                    "not to be had outside of an update. Send optim_step first."
+                )
+            LOG.warning("gradients that waited for an update are not saved")
+            waits.clear()
         with self._session.full_params():
-            for name, param in self._params.items():
-                if param.grad is not None:
-                    rest[f"grad.{name}"] = param.grad
+            for name in waits:
+                rest[f"grad.{name}"] = self._params[name].grad
             write_safetensors(rest, str(folder / REST))
             rest.clear()
         torch.save(self._optimizer.state_dict(), folder / OPTIMIZER)

@@ -34,6 +34,7 @@ from .adapters import (
     AdapterStore,
 )
 from .full import FullModel, FullState
+from .states import LAST
 
 
 class FullStore(AdapterStore):
@@ -143,7 +144,7 @@ class FullStore(AdapterStore):
         total = sum(tensor.nbytes for tensor in tensors.values())
         forms = "".join(_form(key, tensors[key]) for key in sorted(trained))
         if whole:
-            self._full.save_rest(aside)
+            self._full.save_rest(aside, aside.name == LAST)
         words = {"metadata": {"total_size": total}, "weight_map": index}
         (aside / INDEX).write_text(json.dumps(words, indent=2))
         version = _hash("".join(files.values()))
