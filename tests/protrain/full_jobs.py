@@ -54,6 +54,11 @@ def config(root: Path, family: str = "llama", **settings: Any) -> Path:
     return path
 
 
+def config_of(root: Path, settings: Mapping[str, Any]) -> Path:
+    """`config` with other keys."""
+    return config(root, **settings)
+
+
 def model_at(of: AdapterService, path: str) -> dict[str, Tensor]:
     """All weights of a state, by the keys of the base."""
     folder = folder_of(of.folder, path)
@@ -176,8 +181,10 @@ def resumed(path: Path, waits: bool = True) -> dict[str, Any]:
         served.create("m", 0)
         for one in step(served, "m", 0):
             one.result()
-        if waits:
-            served.forward_backward("m", rows(50)).result()
+        served.forward_backward("m", rows(50)).result()
+        found["waiting"] = refusal(lambda: served.save("m", "waiting"))
+        if not waits:
+            served.optim_step("m", ADAM).result()
         at = served.save("m", "kept").result()
         wanted = _go_on(served, "m")
         found["forward"] = served.forward_backward("m", rows(9), forward_only=True)
@@ -192,7 +199,7 @@ def resumed(path: Path, waits: bool = True) -> dict[str, Any]:
         fresh = _all_at(served, served.save("n", "fresh").result())
         served.unload("n")
         served.create_from("o", at, False).result()
-        found["kept waits"] = refusal(lambda: served.optim_step("o", ADAM))
+        found["nothing waits"] = refusal(lambda: served.optim_step("o", ADAM))
         for one in step(served, "o", 3):
             one.result()
         again = _all_at(served, served.save("o", "fresh").result())
@@ -393,3 +400,51 @@ def sampled(path: Path) -> dict[str, Any]:
         saved = _all_at(served, served.save("n", "end").result())
         found["undisturbed"] = _apart(saved, wanted)
     return found
+
+
+def linked(path: Path) -> list[int]:
+    """Inodes of the base and of a state that is it."""
+    keys = yaml.safe_load(path.read_text())
+    (base,) = (path.parent / keys["base_model"]).glob("*.safetensors")
+    with service(path) as served:
+        served.create("new", 0)
+        at = folder_of(served.folder, served.save("new", "begins").result())
+        (state,) = at.glob("model-*.safetensors")
+        return [base.stat().st_ino, state.stat().st_ino]
+
+
+def saving(path: Path) -> None:
+    """Train and save under one name, until somebody ends this process."""
+    with service(path) as served:
+        served.create("m", 0)
+        for number in range(10**6):
+            for one in step(served, "m", number):
+                one.result()
+            served.save("m", "kept").result()
+            Path("saved").touch()
+
+
+def go_on_from(path: Path) -> float:
+    """The loss of a model that begins as what was saved last, and learns more."""
+    with service(path) as served:
+        served.create_from("n", "tinker://m/weights/kept", True).result()
+        told = [one.result() for one in step(served, "n", 0)]
+        served.save("n", "more").result()
+        return _plain(told[0])
+
+
+def over_an_adapter(path: Path) -> list[str]:
+    """Why a server of adapters has no full fine-tune, new or from a state."""
+    keys = yaml.safe_load(path.read_text())
+    with service(path) as served:
+        served.create("m", 0)
+        at = served.save("m", "kept").result()
+    other = path.with_name("adapters.yaml")
+    other.write_text(yaml.safe_dump({**keys, "adapter": "lora"}))
+    with service(other) as served:
+        served.create("n", 4).result()
+        lora = served.save("n", "kept").result()
+        told = [refusal(lambda: served.create("o", 0))]
+        told.append(refusal(lambda: served.create_from("p", at, True)))
+    with service(path) as served:
+        return [*told, refusal(lambda: served.create_from("q", lora, True))]
