@@ -44,9 +44,9 @@ def main(base: str) -> None:
     adam = types.AdamParams(learning_rate=0.01, weight_decay=0.1, grad_clip_norm=1.0)
     service = tinker.ServiceClient()
     client = service.create_lora_training_client(base_model=base, rank=0)
-    losses = []
+    losses, same = [], data()
     for _ in range(2):
-        passed = client.forward_backward(data(), "cross_entropy")
+        passed = client.forward_backward(same, "cross_entropy")
         stepped = client.optim_step(adam)
         losses.append(passed.result().metrics["loss:sum"])
         stepped.result()
@@ -66,9 +66,8 @@ def main(base: str) -> None:
     client.forward_backward(last, "cross_entropy").result()
     client.optim_step(adam).result()
     told["stale"] = refused(sample)
-    told["second"] = refused(
-        lambda: service.create_lora_training_client(base_model=base, rank=0)
-    )
+    second = service.create_lora_training_client(base_model=base, rank=0)
+    told["second"] = refused(lambda: second.get_info())
     info = client.get_info()
     told["lora"] = [info.is_lora, info.lora_rank]
     client.load_state_with_optimizer(path).result()
