@@ -69,7 +69,7 @@ NO_EFFECT = {
 """Keys of a YAML that mean nothing to a service, by what they are about; patterns."""
 _NO_EFFECT = tuple(chain.from_iterable(map(str.split, NO_EFFECT.values())))
 _OF_FULL = ("unfrozen_parameters", "freeze_mm_modules")
-"""Of these what means something to a full fine-tune."""
+"""Keys among these that mean something to a full fine-tune."""
 _PLUGINS = re.compile(
     r"integrations\.(cut_cross_entropy|diffusion|grokfast|hatchery|kd|lm_eval|nemo_gym|"
     r"spectrum|swanlab)\."

@@ -47,9 +47,9 @@ LOG = get_logger(__name__)
 
 _LOAD = "Load a state (load_weights), or create a model."
 _LOST = {
-    True: f"are lost, since a load or an update has failed. {_LOAD}",
-    False: "were those of a model that has learned since. Save them under a name to keep "
-    "them (save_weights_for_sampler), or make another sampling client.",
+    True: f"model_id: its weights are lost since a load or an update failed. {_LOAD}",
+    False: "model: its weights were those of a model that has learned since. Make another "
+    "sampling client, or save them under a name (save_weights_for_sampler).",
 }
 """Why weights are no longer there, of a model and of who samples."""
 _CONVERTED = (
@@ -95,15 +95,13 @@ class FullModel:
         optimizer: Paged, of all that trains.
 
     Attributes:
+        versions: Of the weights that the model has: Note [One model has the base].
         switches, prefetched, moved_bytes: See `LiveAdapter`; nothing switches here.
-
-    Raises:
-        ConfigError: A file's tensor is no part of a weight of the model.
     """
 
     kinds = KINDS
     start: Path
-    """Where the base is saved, as a model begins with it."""
+    """The folder of the base, as a model begins with it."""
     switches = prefetched = moved_bytes = 0
 
     def __init__(self, run: TrainingRun, optimizer: Optimizer) -> None:
@@ -115,7 +113,7 @@ class FullModel:
         self._masters = run.args.protrain_fp32_master
         self._decays = [group["weight_decay"] > 0 for group in optimizer.param_groups]
         self._holder: FullState | None = None
-        self._versions: set[str] = set()
+        self.versions: set[str] = set()
         self._passes: list[Callable[[], object]] = []
         self._pass_bytes = 0
         self._most_bytes = run.report.forecast.hardware.host_bytes // 8
@@ -153,7 +151,7 @@ class FullModel:
             self.put_back()
         elif state.trains:
             self._load(state)
-        elif state.version not in self._versions:
+        elif state.version not in self.versions:
             if self._holder is not None and state.source is not None:
                 raise RequestError(
                     "model: a model trains, and it alone can be sampled from, with the "
@@ -211,9 +209,9 @@ class FullModel:
         """Read weights; of a model that trains also what it goes on from."""
         source = state.source
         if source is None:
-            raise RequestError(f"its weights {_LOST[state.trains]}", 410)
+            raise RequestError(_LOST[state.trains], 410)
         self._forget()
-        self._versions.clear()
+        self.versions.clear()
         with TemporaryDirectory() as aside:
             files = self.files(Path(aside))
         if self._masters:
@@ -227,27 +225,14 @@ class FullModel:
                     files.tensors[key].copy_(file.get_tensor(key))
         # the host's weights, which these are, are told of by hooks
         self._model.load_state_dict(files.state, strict=False)
-        self._versions.add(state.version)
+        self.versions.add(state.version)
         if state.trains:
             self._load_rest(source if state.whole else self.start)
             self._holder, state.source = state, None
 
-    def check_rest(self, folder: Path) -> None:
-        """Look at what `_load_rest` reads.
-
-        Raises:
-            ValueError, OSError, SafetensorError: It is not whole.
-        """
-        groups = _optimizer_in(folder)["param_groups"]
-        sizes = [len(group["params"]) for group in groups]
-        if sizes != [len(group["params"]) for group in self._optimizer.param_groups]:
-            raise ValueError(f"{OPTIMIZER} is of groups of {sizes} weights")
-        with safe_open(folder / REST, framework="pt"):
-            pass
-
     def _load_rest(self, folder: Path) -> None:
         """Read what `save_rest` has written."""
-        self._optimizer.load_state_dict(_optimizer_in(folder))
+        self._optimizer.load_state_dict(optimizer_in(folder))
         file = safe_open(folder / REST, framework="pt")
         for name, buffer in self._model.named_buffers():
             buffer.copy_(file.get_tensor(f"buffer.{name}"))
@@ -273,46 +258,44 @@ class FullModel:
         if not self._passes:
             raise RequestError("optim_step: no forward_backward came before it.")
         step = SimpleNamespace(state=SimpleNamespace(global_step=0))
-        self._run.recovery.begin(cast(Any, step))
-        self._run.recovery.probe_update()
-        self.put_back()
-        most = adam.grad_clip_norm if adam.grad_clip_norm > 0 else math.inf
-        found = self._session.clip_grad_norm(most)
-        if found is None:
-            found = nn.utils.clip_grad_norm_(self._params.values(), most)
-        norm = float(found)
-        if not math.isfinite(norm):
-            self._drop_gradients()
-            raise RequestError(f"optim_step: the norm of the gradients is {norm}.")
-        self._set(adam)
-        self._versions = {uuid.uuid4().hex}
         try:
-            self._optimizer.step()
-        except BaseException as error:
-            self._holder = None
-            raise RequestError(
-                f"optim_step: it was made for a part of the weights ({error}), and the "
-                f"model is lost. {_LOAD}",
-                410,
-            ) from error
+            self._run.recovery.begin(cast(Any, step))
+            self._run.recovery.probe_update()
+            self.put_back()
+            norm = self._clipped(adam.grad_clip_norm)
+            if not math.isfinite(norm):
+                raise RequestError(f"optim_step: the norm of the gradients is {norm}.")
+            self._step(adam)
         finally:
             self._drop_gradients()
         return norm
 
-    def _drop_gradients(self) -> None:
-        self._passes, self._pass_bytes = [], 0
-        self._optimizer.zero_grad()
+    def _clipped(self, most: float) -> float:
+        found = self._session.clip_grad_norm(most or math.inf)
+        if found is None:
+            params = self._params.values()
+            found = nn.utils.clip_grad_norm_(params, most or math.inf)
+        return float(found)
 
-    def _set(self, adam: AdamParams) -> None:
-        for group, decays in zip(
-            self._optimizer.param_groups, self._decays, strict=True
-        ):
+    def _step(self, adam: AdamParams) -> None:
+        """Update the weights, or lose them: there is no copy to go back to."""
+        pairs = zip(self._optimizer.param_groups, self._decays, strict=True)
+        for group, decays in pairs:
             group["lr"] = adam.learning_rate
             group["weight_decay"] = adam.weight_decay if decays else 0.0
             if "betas" in group:
                 group["betas"] = (adam.beta1, adam.beta2, *group["betas"][2:])
             if isinstance(group.get("eps"), float):
                 group["eps"] = adam.eps
+        self.versions = {uuid.uuid4().hex}
+        holder, self._holder = self._holder, None
+        self._optimizer.step()
+        self._holder = holder
+
+    def _drop_gradients(self) -> None:
+        self._passes, self._pass_bytes = [], 0
+        # not those that a step waits to read
+        self._optimizer.zero_grad()
 
     def require_finite(self) -> None:
         """Say so where it is the weights that make a loss which is not finite.
@@ -326,15 +309,6 @@ class FullModel:
                     raise RequestError(
                         f"{name} is not finite since the last optim_step. {_LOAD}", 410
                     )
-
-    @property
-    def version(self) -> str:
-        """A name of the weights that the model has now."""
-        return min(self._versions)
-
-    def has(self, version: str) -> None:
-        """The weights that the model has now are known as this one, too."""
-        self._versions.add(version)
 
     def files(self, folder: Path) -> Files:
         """The tensors of transformers' files; what it writes beside them goes to a folder.
@@ -395,6 +369,7 @@ class FullModel:
         torch.save(self._optimizer.state_dict(), folder / OPTIMIZER)
 
 
-def _optimizer_in(folder: Path) -> Any:
+def optimizer_in(folder: Path) -> Any:
+    """Read the optimizer's state in a folder, from a mapping of the file."""
     at = folder / OPTIMIZER
     return torch.load(at, map_location="cpu", weights_only=True, mmap=True)

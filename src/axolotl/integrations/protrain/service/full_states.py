@@ -28,12 +28,13 @@ from .adapters import (
     ABOUT,
     INDEX,
     KINDS,
+    REST,
     TRAINING,
     AdapterLayout,
     AdapterSpec,
     AdapterStore,
 )
-from .full import FullModel, FullState
+from .full import FullModel, FullState, optimizer_in
 from .states import LAST
 
 
@@ -67,14 +68,7 @@ class FullStore(AdapterStore):
     def new(self, layout: AdapterLayout, trains: bool = True) -> FullState:
         """Weights of the base, which are not read yet."""
         nothing, at = torch.zeros(0, dtype=torch.uint8), self._full.start
-        return FullState(
-            layout,
-            nothing,
-            trains=trains,
-            source=at,
-            whole=True,
-            version=self._version,
-        )
+        return FullState(layout, nothing, frozenset(), trains, at, True, self._version)
 
     def put(self, model: str, state: Any) -> None:
         """Read the weights of a state, and let a model have them."""
@@ -100,31 +94,17 @@ class FullStore(AdapterStore):
                 409,
             )
 
-    def write(
-        self,
-        folder: Path,
-        state: Any,
-        whole: bool = True,
-        more: Mapping[str, Any] | None = None,
-    ) -> None:
-        """See `AdapterStore.write`; what is written is what the model has.
-
-        Raises:
-            RequestError: The weights are lost, or not finite.
-            CheckpointError: A file could not be written.
-        """
-        if self._version:
-            self._full.show(state)
-        super().write(folder, state, whole, more)
-
     def write_own(self, folder: Path, state: Any) -> None:
         """Write nothing but which weights they are: they can be sampled from until the
         next update."""
         self._full.show(state)
         folder.mkdir(parents=True, exist_ok=True)
-        self._write_about(folder, state, {"version": self._full.version})
+        self._write_about(folder, state, {"version": min(self._full.versions)})
 
     def _write_parts(self, aside: Path, state: Any, whole: bool) -> Mapping[str, Any]:
+        """Write what the model has, which has to be this state."""
+        if self._version:
+            self._full.show(state)
         files: dict[str, str] = {}
         index: dict[str, str] = {}
         new, known = [], self._known()
@@ -148,7 +128,7 @@ class FullStore(AdapterStore):
         words = {"metadata": {"total_size": total}, "weight_map": index}
         (aside / INDEX).write_text(json.dumps(words, indent=2))
         version = _hash("".join(files.values()))
-        self._full.has(version)
+        self._full.versions.add(version)
         trains = _hash(forms)
         return {"files": files, "new": new, "version": version, "trains": trains}
 
@@ -206,7 +186,9 @@ class FullStore(AdapterStore):
                 if _digest(found) != digest:
                     raise ValueError(f"{name} is not what was written")
         if with_optimizer:
-            self._full.check_rest(folder)
+            optimizer_in(folder)
+            with safe_open(folder / REST, framework="pt"):
+                pass
 
 
 def _nothing(*_: object) -> None:

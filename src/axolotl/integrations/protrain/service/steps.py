@@ -180,8 +180,8 @@ class Steps:
         self._prefetch()
         try:
             norm = self._live.update(adam)
-        except RuntimeError as error:
-            if not is_shortage(error):
+        except (RuntimeError, DeviceMemoryError) as error:
+            if isinstance(error, RuntimeError) and not is_shortage(error):
                 raise
             raise RequestError(
                 f"optim_step: the device has no room for an update: {error} Its gradients "
