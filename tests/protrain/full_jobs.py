@@ -20,6 +20,7 @@ from starlette.testclient import TestClient
 from tiny_models import build_inputs, build_model, model_path
 from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import AutoModelForCausalLM, Trainer
 
 from axolotl.integrations.protrain.core.checkpoint import OPTIMIZER
@@ -275,6 +276,10 @@ def _over(seed: int) -> list[Datum]:
     return [Datum(datum.tokens, {**targets, **ones})]
 
 
+def _fail(*_: Any) -> None:
+    raise torch.OutOfMemoryError("Tried to allocate 1024 bytes.")
+
+
 def refused(path: Path) -> dict[str, Any]:
     """What cannot be, why, and what differs afterwards from a model that was not asked."""
     found: dict[str, Any] = {}
@@ -315,6 +320,15 @@ def refused(path: Path) -> dict[str, Any]:
         served.load("m", at, True).result()
         served.forward_backward("m", rows(50)).result()
         found["after a load"] = _apart(_go_on(served, "m"), found["after refusals"])
+        served.forward_backward("m", rows(1)).result()
+        hook = register_optimizer_step_post_hook(_fail)
+        found["update"] = refusal(lambda: served.optim_step("m", ADAM))
+        hook.remove()
+        found["lost"] = refusal(lambda: served.forward_backward("m", rows(1)))
+        found["lost for a save"] = refusal(lambda: served.save("m", "lost"))
+        served.load("m", at, True).result()
+        served.forward_backward("m", rows(50)).result()
+        found["after a loss"] = _apart(_go_on(served, "m"), found["after refusals"])
         served.unload("m")
         served.create_from("n", at, True).result()
         served.forward_backward("n", rows(50)).result()

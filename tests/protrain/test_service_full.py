@@ -173,9 +173,12 @@ def test_what_cannot_be_changes_nothing(served: Path) -> None:
         "nothing waits": "no forward_backward came before",
         "pass": "is not finite since the last optim_step. Load a state",
         "save": "is not finite since the last optim_step, and is not saved",
+        "update": "some weights had changed (Tried to allocate 1024 bytes.). Load a",
+        "lost": "lost since a load or an update failed. Load a state",
+        "lost for a save": "lost since a load or an update failed. Load a state",
     }.items():
         assert words in found[what], (what, found[what])
-    for what in ("after refusals", "after a norm", "after a load"):
+    for what in ("after refusals", "after a norm", "after a load", "after a loss"):
         assert not found[what], what
 
 

@@ -138,10 +138,10 @@ class FullModel:
             )
         return AdapterLayout(spec, (), self._model.dtype)
 
-    def initialise(self, state: FullState, seed: int | None) -> None:
+    def initialise(self, state: Any, seed: int | None) -> None:
         """Draw nothing: a new model begins as the base."""
 
-    def show(self, state: FullState) -> None:
+    def show(self, state: Any) -> None:
         """Let the model have these weights, and what else is theirs.
 
         Raises:
@@ -161,7 +161,7 @@ class FullModel:
                 )
             self._load(state)
 
-    def prefetch(self, state: FullState) -> None:
+    def prefetch(self, state: Any) -> None:
         """Fetch nothing: weights come as blocks need them."""
 
     def begin_pass(self, nbytes: int) -> None:
@@ -195,7 +195,7 @@ class FullModel:
     def leave(self) -> None:
         """Keep what there is: nothing else can be shown."""
 
-    def release(self, state: FullState) -> None:
+    def release(self, state: Any) -> None:
         """A model is forgotten; its weights stay until others come."""
         if state is self._holder:
             self._forget()
@@ -289,7 +289,13 @@ class FullModel:
                 group["eps"] = adam.eps
         self.versions = {uuid.uuid4().hex}
         holder, self._holder = self._holder, None
-        self._optimizer.step()
+        try:
+            self._optimizer.step()
+        except RuntimeError as error:
+            raise RequestError(
+                f"optim_step: it failed when some weights had changed ({error}). {_LOAD}",
+                413,
+            ) from error
         self._holder = holder
 
     def _drop_gradients(self) -> None:

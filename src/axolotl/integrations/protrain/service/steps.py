@@ -69,8 +69,7 @@ class Steps:
         pad: int,
     ) -> None:
         assert run.session is not None
-        self._run, self._session = run, run.session
-        self._live: Any = live
+        self._run, self._session, self._live = run, run.session, live
         self._store, self._turns, self._folder = store, turns, folder
         self.states = States(folder, turns)
         self.passes = Passes(cfg, run.session, self._prefetch)
