@@ -47,7 +47,8 @@ LOG = get_logger(__name__)
 
 
 class AdapterService:
-    """Trains adapters of one base, each asked for by the id of its model.
+    """Trains adapters of one base, each asked for by the id of its model; or all of the base,
+    where the YAML has no adapter, for one model at a time.
 
     Every method that changes a model returns a future at once and takes its turn after
     those of the same model that came before, by `number` if given (Tinker's `seq_id`).
@@ -87,10 +88,8 @@ class AdapterService:
         LOG.info(f"Keys without effect on a service: {', '.join(self._unused) or '-'}.")
         self.folder = folder or Path(cfg.output_dir) / "service"
         self.tokenizer = str(cfg.tokenizer_config or cfg.base_model_config)
-        self.sequence_len, self.alpha = (
-            int(cfg.sequence_len),
-            float(cfg.lora_alpha or 0),
-        )
+        self.sequence_len = int(cfg.sequence_len)
+        self.alpha = float(cfg.lora_alpha or 0)
         with ExitStack() as held:
             held.enter_context(claimed(self.folder))
             run, self.live, tokenizer = opened(cfg, self.optimizer)

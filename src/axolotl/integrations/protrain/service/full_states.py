@@ -89,8 +89,8 @@ class FullStore(AdapterStore):
         for model in self.layouts:
             raise RequestError(
                 f"create_model: {model} trains all of the base, and one model can at a "
-                "time. Unload it first (unload_model; the end of its client's session), or "
-                "serve adapters.",
+                "time. Unload it first (unload_model, or end its client's session once it "
+                "is saved), or serve adapters.",
                 409,
             )
 
