@@ -127,9 +127,23 @@ def saved_at(of: AdapterService, path: str) -> Saved:
 
 def train_as(job: Path, history: list[Mapping[str, float]], path: str) -> Any:
     """Train on the batches of a job of Axolotl, by its settings; losses and weights."""
+    keys = yaml.safe_load(Path(path).read_text())
+    with service(Path(path)) as served:
+        # of the YAML, or that of the plugin which seeds the process
+        seed = keys["seed"] if DRAWS_BY_NAME else 11
+        served.create("m", keys["lora_r"], ["attn", "mlp"], seed=seed)
+        return follow(served, job, history, keys), saved(served, "m")
+
+
+def follow(
+    served: AdapterService,
+    job: Path,
+    history: list[Mapping[str, float]],
+    keys: Mapping[str, Any],
+) -> list[tuple[float, float]]:
+    """Losses and norms of a model `m` on the batches of a job of Axolotl."""
     from axolotl.integrations.hatchery.data import batch_to_datums_sft
 
-    keys = yaml.safe_load(Path(path).read_text())
     steps, losses = keys["gradient_accumulation_steps"], []
     batches = torch.load(job / "out" / BATCHES_FILE, weights_only=True)
     adam, kind = {"grad_clip_norm": 1.0}, keys["optimizer"].removeprefix("paged_")
@@ -137,23 +151,18 @@ def train_as(job: Path, history: list[Mapping[str, float]], path: str) -> Any:
         adam["beta2"] = 0.999
     if kind.startswith(("adam", "adem")):
         adam["eps"] = 1e-8
-    with service(Path(path)) as served:
-        # of the YAML, or that of the plugin which seeds the process
-        seed = keys["seed"] if DRAWS_BY_NAME else 11
-        served.create("m", keys["lora_r"], ["attn", "mlp"], seed=seed)
-        for number, entry in enumerate(history):
-            some = batches[number * steps : (number + 1) * steps]
-            loss, trained = 0.0, [int((b["labels"][:, 1:] != -100).sum()) for b in some]
-            for batch, tokens in zip(some, trained, strict=True):
-                # a mean of the step's tokens, before that one of micro-batches' means
-                tokens = sum(trained) if DRAWS_BY_NAME else steps * tokens
-                fields = (batch[k] for k in ("input_ids", "labels", "attention_mask"))
-                data = [_datum(d, tokens) for d in batch_to_datums_sft(*fields)]
-                loss += served.forward_backward("m", data).result()[0]
-            step = AdamParams(entry["learning_rate"], weight_decay=0.01, **adam)
-            norm = served.optim_step("m", step).result()
-            losses.append((loss, norm))
-        return losses, saved(served, "m")
+    for number, entry in enumerate(history):
+        some = batches[number * steps : (number + 1) * steps]
+        loss, trained = 0.0, [int((b["labels"][:, 1:] != -100).sum()) for b in some]
+        for batch, tokens in zip(some, trained, strict=True):
+            # a mean of the step's tokens, before that one of micro-batches' means
+            tokens = sum(trained) if DRAWS_BY_NAME else steps * tokens
+            fields = (batch[k] for k in ("input_ids", "labels", "attention_mask"))
+            data = [_datum(d, tokens) for d in batch_to_datums_sft(*fields)]
+            loss += served.forward_backward("m", data).result()[0]
+        step = AdamParams(entry["learning_rate"], weight_decay=0.01, **adam)
+        losses.append((loss, served.optim_step("m", step).result()))
+    return losses
 
 
 def _datum(wire: Mapping[str, Any], tokens: int) -> Datum:

@@ -375,15 +375,16 @@ class TrainingRun:
         self.signals.release()
 
     def wrap_optimizer(
-        self, plain: torch.optim.Optimizer, accelerator: Any
+        self, plain: torch.optim.Optimizer, accelerator: Any = None
     ) -> torch.optim.Optimizer:
         """The optimizer to train with, guarded; `plain` itself outside a session. The scaler
         of a trainer in fp16 finds all gradients of it."""
         if self.session is None:
             return plain
-        self._unscale = accelerator.unscale_gradients
-        if (scaler := accelerator.scaler) is not None:
-            self._undo.enter_context(finds_all_gradients(scaler, self.session))
+        if accelerator is not None:
+            self._unscale = accelerator.unscale_gradients
+            if (scaler := accelerator.scaler) is not None:
+                self._undo.enter_context(finds_all_gradients(scaler, self.session))
         optimizer = self.session.wrap_optimizer(plain)
         for handle in self.recovery.guard(optimizer):
             self._undo.callback(handle.remove)

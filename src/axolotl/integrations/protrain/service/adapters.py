@@ -15,10 +15,11 @@ import os
 import re
 import shutil
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
+from pickle import UnpicklingError  # nosec B403
 from threading import Lock
 from typing import Any, TextIO
 
@@ -43,9 +44,12 @@ EXTERNAL = "external_weights"
 TRAINING = "weights"
 """And for states that training may go on from."""
 WEIGHTS = "adapter_model.safetensors"
+INDEX = "model.safetensors.index.json"
+"""In place of it: where the weights of a full fine-tune are."""
 REST, ABOUT = "optimizer.safetensors", "state.json"
 ADAMW = "adamw"
 """The optimizer of states that name none: earlier versions had no other."""
+_UNREADABLE = (OSError, EOFError, SafetensorError, UnpicklingError)
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}"
 _MODEL = r"[A-Za-z0-9][A-Za-z0-9_:-]{0,99}"
 _PATH = re.compile(f"tinker://({_MODEL})/({TRAINING}|{SAMPLERS}|{EXTERNAL})/({_NAME})")
@@ -262,7 +266,7 @@ class AdapterStore:
         try:
             target.mkdir(parents=True, exist_ok=True)
             with self._renaming:
-                for name in (WEIGHTS, ABOUT):
+                for name in self._names(source):
                     _linked(source / name, target / name)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise RequestError(
@@ -313,15 +317,38 @@ class AdapterStore:
             restore(folder.parent)
             aside = staged(folder)
             aside.mkdir(parents=True)
-            save_file(state.parts["weight"], aside / WEIGHTS, {"format": "pt"})
-            self._write_config(state.layout.spec, aside)
-            if whole:
-                save_file(_rest(state), aside / REST)
-            about = {"format": 2, "base": {**self._base}, "optimizer": self._optimizer}
-            about |= {"spec": asdict(state.layout.spec), **(more or {})}
-            (aside / ABOUT).write_text(json.dumps(about))
+            said = self._write_parts(aside, state, whole)
+            self._write_about(aside, state, {**said, **(more or {})})
             with self._renaming:
                 publish(folder)
+
+    def write_own(self, folder: Path, state: AdapterState) -> None:
+        """Write weights for a sampling session alone.
+
+        Raises:
+            CheckpointError: A file could not be written.
+        """
+        self.write(folder, state, False)
+
+    def require_free(self) -> None:
+        """Refuse another model where there can be none; adapters make room."""
+
+    def _write_parts(
+        self, aside: Path, state: AdapterState, whole: bool
+    ) -> Mapping[str, Any]:
+        """Write all but `ABOUT`, and return what that says of it."""
+        save_file(state.parts["weight"], aside / WEIGHTS, {"format": "pt"})
+        self._write_config(state.layout.spec, aside)
+        if whole:
+            save_file(_rest(state), aside / REST)
+        return {}
+
+    def _write_about(
+        self, folder: Path, state: AdapterState, more: Mapping[str, Any]
+    ) -> None:
+        about = {"format": 2, "base": {**self._base}, "optimizer": self._optimizer}
+        about |= {"spec": asdict(state.layout.spec), **more}
+        (folder / ABOUT).write_text(json.dumps(about))
 
     def read(self, folder: Path, with_optimizer: bool = True) -> AdapterState:
         """A new state from the disk.
@@ -350,12 +377,21 @@ class AdapterStore:
 
     def _fill(self, folder: Path, state: AdapterState, with_optimizer: bool) -> None:
         try:
-            _fill_from(folder, state, with_optimizer)
-        except (OSError, SafetensorError, *FOREIGN_ERRORS) as error:
+            self._read_into(folder, state, with_optimizer)
+        except (*_UNREADABLE, *FOREIGN_ERRORS) as error:
             self.discard(state)
             raise CheckpointError(
                 f"{folder} cannot be read: {error}. It is damaged, or of another base."
             ) from error
+
+    def _read_into(
+        self, folder: Path, state: AdapterState, with_optimizer: bool
+    ) -> None:
+        _fill_from(folder, state, with_optimizer)
+
+    def _names(self, folder: Path) -> Iterable[str]:
+        """Name the files of a state that sampling reads."""
+        return WEIGHTS, ABOUT
 
     @cached_property
     def _bare(self) -> AdapterLayout:
@@ -421,6 +457,12 @@ def claimed(folder: Path) -> TextIO:
     for states in folder.glob("*/*weights"):
         restore(states)
     return lock
+
+
+def weights_in(folder: Path) -> Path:
+    """The file that is written last of the weights of a state: its time is the state's."""
+    own = folder / WEIGHTS
+    return own if own.exists() else folder / INDEX
 
 
 def path_of(model: str, kind: str, name: str) -> str:

@@ -24,10 +24,12 @@ from ..args import PLUGIN, lists_plugin
 from ..core.errors import FOREIGN_ERRORS, ConfigError, first_complaint
 from ..generation import Asked
 from ..offline.batches import find_file
+from ..offline.optimizer_state import plain_optimizer
 from ..offline.yaml_file import read_yaml
 from ..plugin import ProTrainPlugin
 from ..refusals import refusals
 from ..run import TrainingRun
+from .full import FullModel
 from .live import LiveAdapter
 from .optimizers import AdapterOptimizer
 
@@ -69,6 +71,8 @@ NO_EFFECT = {
 }
 """Keys of a YAML that mean nothing to a service, by what they are about; patterns."""
 _NO_EFFECT = tuple(chain.from_iterable(map(str.split, NO_EFFECT.values())))
+_OF_FULL = ("unfrozen_parameters", "freeze_mm_modules")
+"""Keys among these that mean something to a full fine-tune."""
 _PLUGINS = re.compile(
     r"integrations\.(cut_cross_entropy|diffusion|grokfast|hatchery|kd|lm_eval|nemo_gym|"
     r"spectrum|swanlab)\."
@@ -97,32 +101,32 @@ _REFUSED = (
     ),
 )
 """Keys that adapters of a service cannot have, each with the reason."""
-_DEFAULTS = {
-    "lora_r": 32,
-    "lora_alpha": 32,
-    "micro_batch_size": 1,
-    "sequence_len": 2048,
-}
+_DEFAULTS = {"micro_batch_size": 1, "sequence_len": 2048}
 _FIXED = {
     "protrain_auto_memory": True,
     "datasets": [{"path": "none", "type": "completion"}],
-    "gradient_accumulation_steps": 1,
     "num_epochs": 1,
     "learning_rate": 1e-4,
+    "sample_packing": False,
+    "save_strategy": "no",
+}
+_ADAPTER: dict[str, Any] = {
+    "gradient_accumulation_steps": 1,
     # that of adapters is made by this package, not by a trainer
     "optimizer": "adamw_torch_fused",
     "optim_args": None,
-    "sample_packing": False,
-    "save_strategy": "no",
     "lora_dropout": 0.0,
     # fused kernels are chosen for layers that all have adapters
     **{f"lora_{what}_kernel": False for what in ("mlp", "qkv", "o", "embedding")},
 }
+# of a client's passes nobody knows which is the last; and tells groups that decay
+_FULL = {"gradient_accumulation_steps": 2, "weight_decay": 1.0}
 
 
 def derive(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """The YAML that is loaded for a service, an adapter of the largest rank on every
-    layer that one may train, and which keys of the given one have no effect on it.
+    layer that one may train, or none where the base itself trains, and which keys of the
+    given one have no effect on it.
 
     Raises:
         ConfigError: It asks for what a service cannot do.
@@ -135,7 +139,11 @@ def derive(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     lists_us = lists_plugin(given.get("plugins"))
     plugins = [str(plugin) for plugin in given.get("plugins") or ()]
     unused = {plugin for plugin in plugins if _PLUGINS.search(plugin)}
-    dropped = {k for k in given if any(fnmatchcase(k, wild) for wild in _NO_EFFECT)}
+    adapts = any(map(given.get, ("adapter", "load_in_4bit", "load_in_8bit")))
+    unread = _NO_EFFECT if adapts else (*_NO_EFFECT, "lora_*")
+    dropped = {k for k in given if any(fnmatchcase(k, wild) for wild in unread)}
+    if not adapts:
+        dropped -= {*_OF_FULL}
     keys = {k: v for k, v in given.items() if k not in dropped and k[:5] != "optim"}
     keys["plugins"] = [plugin for plugin in plugins if plugin not in unused]
     if not lists_us:
@@ -148,12 +156,17 @@ def derive(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     ]
     if wrong := wrong + refusals(keys):
         raise ConfigError("\n".join(wrong))
+    told = sorted(key for key in dropped if given[key] not in (False, "", [], {}))
+    told += sorted(f"plugins: {plugin.rpartition('.')[2]}" for plugin in unused)
+    if not adapts:
+        for key in ("optimizer", "optim_args"):
+            keys[key] = given.get(key, _ADAPTER[key])
+        return {**_DEFAULTS, **keys, **_FIXED, **_FULL}, told
     if not given.get("lora_target_modules"):
         keys |= {"lora_target_linear": True, "lora_target_modules": ["lm_head"]}
     adapter = "qlora" if given.get("load_in_4bit") else "lora"
-    told = sorted(key for key in dropped if given[key] not in (False, "", [], {}))
-    told += sorted(f"plugins: {plugin.rpartition('.')[2]}" for plugin in unused)
-    return {**_DEFAULTS, "adapter": adapter, **keys, **_FIXED}, told
+    made = {"lora_r": 32, "lora_alpha": 32, "adapter": adapter, **_DEFAULTS}
+    return {**made, **keys, **_FIXED, **_ADAPTER}, told
 
 
 def read(config: Path) -> tuple[str, Any, list[str], AdapterOptimizer]:
@@ -195,23 +208,26 @@ def identity(cfg: Any) -> dict[str, str]:
     )
     config |= {"overrides": cfg.overrides_of_model_config or {}}
     plain = json.dumps(_computing(config), sort_keys=True).encode()
-    found = {"config": hashlib.sha256(plain).hexdigest()}
-    folder = _folder(cfg, cfg.base_model)
-    index = folder / "model.safetensors.index.json"
-    files = {"model.safetensors"}
-    if index.is_file():
-        files = {*json.loads(index.read_text())["weight_map"].values()}
-    if not all((folder / name).is_file() for name in files):
-        return found
-    rows = {}
-    for name in files:
-        with safe_open(folder / name, framework="pt") as file:
+    found, rows = {"config": hashlib.sha256(plain).hexdigest()}, {}
+    for path in (files := base_files(cfg)):
+        with safe_open(path, framework="pt") as file:
             for weight in file.keys():
                 rows[weight] = _row(file.get_slice(weight))
     digest = hashlib.sha256()
     for weight, (shape, row) in sorted(rows.items()):
         digest.update(f"{weight} {shape} ".encode() + row)
-    return {**found, "weights": digest.hexdigest()}
+    return found | ({"weights": digest.hexdigest()} if files else {})
+
+
+def base_files(cfg: Any) -> list[Path]:
+    """List the safetensors files of a base; none where it is in other ones."""
+    folder = _folder(cfg, cfg.base_model)
+    index = folder / "model.safetensors.index.json"
+    names = {"model.safetensors"}
+    if index.is_file():
+        names = {*json.loads(index.read_text())["weight_map"].values()}
+    files = [folder / name for name in sorted(names)]
+    return files if all(file.is_file() for file in files) else []
 
 
 def _folder(cfg: Any, source: str) -> Path:
@@ -245,9 +261,9 @@ def _row(weight: Any) -> tuple[list[int], bytes]:
 
 def opened(
     cfg: Any, optimizer: AdapterOptimizer
-) -> tuple[TrainingRun, LiveAdapter, Any]:
-    """The base of a YAML that was `read`, under a plan, what shows adapters in it, and its
-    tokenizer.
+) -> tuple[TrainingRun, LiveAdapter | FullModel, Any]:
+    """The base of a YAML that was `read`, under a plan, what shows adapters in it or
+    trains it, and its tokenizer.
 
     Raises:
         ProTrainError: It cannot be loaded, or no plan fits.
@@ -256,12 +272,19 @@ def opened(
     next(p for p in plugins if isinstance(p, ProTrainPlugin)).begin(cfg, False)
     model, tokenizer, _, _ = setup_model_and_tokenizer(cfg)
     # without dropout, and the same in every pass
-    live = LiveAdapter(model.eval(), optimizer)
+    model.eval()
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     run = TrainingRun(cfg, (), LOG)
     longest = int(cfg.sequence_len)
     prompt = max(1, longest // 2)
     asked = Asked(ROWS_AT_ONCE, prompt, longest + 1 - prompt)
+    if not cfg.adapter:
+        run.open(model, device, False, asked=asked)
+        # some make their state at once, which belongs where the weights are
+        with run.full_params():
+            plain = plain_optimizer(cfg, model)
+        return run, FullModel(run, run.wrap_optimizer(plain)), tokenizer
+    live = LiveAdapter(model, optimizer)
     run.open(model, device, False, adapter_bytes=live.reserve_bytes, asked=asked)
     assert run.session is not None
     live.open(run.session.device)

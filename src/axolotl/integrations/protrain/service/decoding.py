@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -21,6 +22,10 @@ from ..core.planner.generation import GenerationPlan
 from ..job import autocast_dtype
 from ..run import TrainingRun
 from .sampling import Row
+
+
+def _base_of(model: Any) -> Any:
+    return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 class Decoder:
@@ -45,7 +50,7 @@ class Decoder:
         self.device = run.session.device.torch_device
         self.pad = pad
         self._autocast = autocast_dtype(cfg)
-        base: Any = model.get_base_model()
+        base: Any = _base_of(model)
         self._takes = inspect.signature(base.forward).parameters.keys()
         self._config = base.config
         self.why_not = ""
@@ -87,7 +92,7 @@ class Decoder:
             RequestError: It does not keep what it has read as transformers does.
         """
         if self.why_not:
-            name = type(self._model.get_base_model()).__name__
+            name = type(_base_of(self._model)).__name__
             raise RequestError(
                 f"sampling: {name} trains here and does not sample: {self.why_not}. Use "
                 "save_weights_for_sampler and a server that has this model."

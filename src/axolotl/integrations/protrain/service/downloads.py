@@ -22,7 +22,7 @@ from fastapi import Request
 from fastapi.responses import StreamingResponse
 
 from ..core.errors import RequestError
-from .adapters import WEIGHTS
+from .adapters import weights_in
 from .states import State
 
 ARCHIVE = "archive.tar"
@@ -124,7 +124,7 @@ def _opened(state: State, name: str, as_member: bool) -> Part:
 
 
 def _is_there(state: State) -> bool:
-    weights = state.folder / WEIGHTS
+    weights = weights_in(state.folder)
     return weights.exists() and weights.stat().st_mtime_ns == state.mark
 
 

@@ -32,8 +32,10 @@ from .adapters import (
     folder_of,
     path_of,
 )
-from .base import identity, opened, read
+from .base import base_files, identity, opened, read
 from .client_sessions import ClientSessions
+from .full import FullModel
+from .full_states import FullStore
 from .losses import Datum, checked_settings
 from .optimizers import AdamParams
 from .sampler import Sampler
@@ -46,7 +48,8 @@ LOG = get_logger(__name__)
 
 
 class AdapterService:
-    """Trains adapters of one base, each asked for by the id of its model.
+    """Trains adapters of one base, each asked for by the id of its model; or all of the base,
+    where the YAML has no adapter, for one model at a time.
 
     Every method that changes a model returns a future at once and takes its turn after
     those of the same model that came before, by `number` if given (Tinker's `seq_id`).
@@ -87,7 +90,8 @@ class AdapterService:
         LOG.info(f"Keys without effect on a service: {', '.join(self._unused) or '-'}.")
         self.folder = folder or Path(cfg.output_dir) / "service"
         self.tokenizer = str(cfg.tokenizer_config or cfg.base_model_config)
-        self.sequence_len, self.alpha = int(cfg.sequence_len), float(cfg.lora_alpha)
+        self.sequence_len = int(cfg.sequence_len)
+        self.alpha = float(cfg.lora_alpha or 0)
         with ExitStack() as held:
             held.enter_context(claimed(self.folder))
             run, self.live, tokenizer = opened(cfg, self.optimizer)
@@ -97,15 +101,19 @@ class AdapterService:
         host_bytes = self.report.forecast.hardware.host_bytes
         if adapter_bytes is None:
             adapter_bytes = host_bytes // 4
-        self.store = AdapterStore(
-            self.folder / "_evicted",
-            adapter_bytes,
-            self.session.device,
-            self.live.layout,
-            self.live.write_config,
-            {"name": self.base_model, **identity(cfg)},
-            self.optimizer.family,
-        )
+        given: dict[str, Any] = {
+            "folder": self.folder / "_evicted",
+            "budget_bytes": adapter_bytes,
+            "device": self.session.device,
+            "base": {"name": self.base_model, **identity(cfg)},
+            "optimizer": self.optimizer.family,
+        }
+        self.store: AdapterStore
+        if isinstance(live := self.live, FullModel):
+            self.store = FullStore(live, self.folder, base_files(cfg), **given)
+        else:
+            given |= {"layout_of": live.layout, "write_config": live.write_config}
+            self.store = AdapterStore(**given)
         self._lost: list[str] = []
         self.clients = ClientSessions(self.folder / "_sessions")
         self.turns = Turns(request_bytes or host_bytes // 8)
@@ -186,11 +194,12 @@ class AdapterService:
             given = checked_settings(loss_fn, settings or {})
             passes.check(data, loss_fn)
             run = partial(passes.run, data, loss_fn, given, not forward_only)
-            return partial(self._steps.pass_over, model, run, forward_only)
+            return partial(self._steps.pass_over, model, run, forward_only, nbytes)
 
         sent = None if number is None else _digest(data)
+        nbytes = sum(datum.nbytes for datum in data)
         asks = (loss_fn, {**(settings or {})}, forward_only, sent)
-        return self._ask(model, number, asks, check, sum(d.nbytes for d in data))
+        return self._ask(model, number, asks, check, nbytes)
 
     def optim_step(
         self, model: str, adam: AdamParams, number: int | None = None

@@ -22,6 +22,7 @@ Gradients that wait for an update are in the place, too, so no switch allocates 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
@@ -133,7 +134,8 @@ class LiveAdapter:
         if not 1 <= spec.rank <= self._config.r:
             raise RequestError(
                 f"lora_config: rank {spec.rank}; allowed are 1 to {self._config.r}, "
-                "lora_r of the server's YAML."
+                "lora_r of the server's YAML. 0, a full fine-tune, is served by a YAML "
+                "without `adapter`."
             )
         unknown = {*spec.kinds} - {*self._kinds.values()}
         if unknown or not spec.kinds:
@@ -211,13 +213,13 @@ class LiveAdapter:
         if state is not self._state and state is not self._next.holds:
             self._fetch(self._next, state)
 
-    def begin_pass(self) -> None:
+    def begin_pass(self, nbytes: int) -> None:
         """The host gets what is shown, before a pass changes its gradients."""
         if self._updated or self._regraded:
             self._send()
             self._device.compute.wait(self._sent)
 
-    def passed(self) -> None:
+    def passed(self, run: Callable[[], object], nbytes: int) -> None:
         """A backward pass has added to the gradients."""
         assert self._state is not None
         grads = self._place.parts(self._state.layout)["grad"]
@@ -226,6 +228,9 @@ class LiveAdapter:
                 param.grad = grads[name].copy_(param.grad)
         self._device.writes([self._place.memory], self._device.compute)
         self._regraded = True
+
+    def require_finite(self) -> None:
+        """Weights are: `update` refuses others."""
 
     def put_back(self) -> None:
         """The host has what is shown, gradients too, and all that was shown before."""

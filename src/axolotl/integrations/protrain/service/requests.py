@@ -182,11 +182,12 @@ class _Pass(ModelMessage):
 
 def _get_info(service: AdapterService, asked: ModelMessage) -> dict[str, Any]:
     base, model = service.base_model, asked.model_id
+    rank = service.spec(model).rank
     return {
         "type": "get_info",
         "model_id": model,
-        "is_lora": True,
-        "lora_rank": service.spec(model).rank,
+        "is_lora": rank > 0,
+        "lora_rank": rank,
         "model_name": base,
         "model_data": {"model_name": base, "tokenizer_id": service.tokenizer},
     }
@@ -195,7 +196,7 @@ def _get_info(service: AdapterService, asked: ModelMessage) -> dict[str, Any]:
 def _weights_info(service: AdapterService, asked: _Info) -> dict[str, Any]:
     spec = service.store.spec_of(folder_of(service.folder, asked.tinker_path))
     flags = {f"train_{kind}": kind in spec.kinds for kind in KINDS}
-    named = {"base_model": service.base_model, "is_lora": True}
+    named = {"base_model": service.base_model, "is_lora": spec.rank > 0}
     return {**named, "lora_rank": spec.rank, **flags}
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from threading import RLock
 
 from ..core.errors import RequestError
-from .adapters import WEIGHTS, AdapterStore, folder_of
+from .adapters import AdapterStore, folder_of, weights_in
 from .turns import Turns
 
 MOST_SESSIONS = 1024
@@ -196,7 +196,7 @@ class Sessions:
             return BARE
         folder = folder_of(self._folder, path)
         # whoever replaces it writes another file
-        digest = _digest(path, *_marks(folder / WEIGHTS))
+        digest = _digest(path, *_marks(weights_in(folder)))
         target = self._own / "linked" / digest
         self._store.link(folder, target)
         # over another base, or too large, it is refused now

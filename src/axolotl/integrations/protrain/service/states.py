@@ -24,7 +24,15 @@ from typing import Any
 from axolotl.utils.logging import get_logger
 
 from ..core.errors import FOREIGN_ERRORS, CheckpointError, RequestError
-from .adapters import ABOUT, EXTERNAL, SAMPLERS, TRAINING, WEIGHTS, folder_of, path_of
+from .adapters import (
+    ABOUT,
+    EXTERNAL,
+    SAMPLERS,
+    TRAINING,
+    folder_of,
+    path_of,
+    weights_in,
+)
 from .turns import Turns
 
 LOG = get_logger(__name__)
@@ -251,7 +259,7 @@ class States:
             return None
         try:
             folder_of(self._folder, f"tinker://{model}/{kind}/{name}")
-            mark = (folder / WEIGHTS).stat().st_mtime_ns
+            mark = weights_in(folder).stat().st_mtime_ns
             files = {at.name: at.stat().st_size for at in sorted(folder.iterdir())}
         except (RequestError, FileNotFoundError, NotADirectoryError):
             # none of ours, or just deleted

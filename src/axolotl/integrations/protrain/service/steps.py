@@ -22,6 +22,7 @@ from ..core.errors import (
 from ..run import TrainingRun
 from .adapters import AdapterSpec, AdapterState, AdapterStore, folder_of
 from .decoding import Decoder
+from .full import FullModel
 from .live import LiveAdapter
 from .optimizers import AdamParams
 from .passes import Passes
@@ -44,7 +45,7 @@ class Steps:
     Args:
         cfg: Axolotl's validated configuration.
         run: Open, with the base.
-        live: Shows an adapter.
+        live: Shows an adapter, or trains the base itself.
         store: Has them all.
         turns: Say whose turn is next.
         folder: For what is saved.
@@ -61,7 +62,7 @@ class Steps:
         self,
         cfg: Any,
         run: TrainingRun,
-        live: LiveAdapter,
+        live: LiveAdapter | FullModel,
         store: AdapterStore,
         turns: Turns,
         folder: Path,
@@ -136,7 +137,7 @@ class Steps:
         """Save an adapter for a sampling session alone."""
         state, folder = self._state(model), self.sessions.folder_for(session)
         self._live.put_back()
-        self._store.write(folder, state, False)
+        self._store.write_own(folder, state)
         return self.sessions.add_own(session)
 
     def _drop(self, model: str) -> None:
@@ -146,8 +147,10 @@ class Steps:
 
     def begin(self, model: str, act: Callable[[], Any]) -> Any:
         """Make the first state of a model."""
-        # one of this id that was unloaded may not be forgotten yet
+        # one of this id that was unloaded may not be forgotten yet, nor others
         self._drop(model)
+        self.forget()
+        self._store.require_free()
         return act()
 
     def create(self, model: str, spec: AdapterSpec, seed: int | None) -> str:
@@ -179,8 +182,8 @@ class Steps:
         self._prefetch()
         try:
             norm = self._live.update(adam)
-        except RuntimeError as error:
-            if not is_shortage(error):
+        except (RuntimeError, DeviceMemoryError) as error:
+            if isinstance(error, RuntimeError) and not is_shortage(error):
                 raise
             raise RequestError(
                 f"optim_step: the device has no room for an update: {error} Its gradients "
@@ -255,11 +258,12 @@ class Steps:
         model: str,
         run: Callable[[], tuple[float, list[Tensor]]],
         forward_only: bool,
+        nbytes: int,
     ) -> tuple[float, list[Tensor]]:
         """Run forward and backward for an adapter, again if a smaller plan is needed."""
         state, repeats = self._state(model), count()
         self._live.show(state)
-        self._live.begin_pass()
+        self._live.begin_pass(0 if forward_only else nbytes)
 
         def attempt() -> tuple[float, list[Tensor]]:
             if next(repeats):
@@ -280,8 +284,10 @@ class Steps:
                 raise RequestError(
                     f"data: the device has no room for this request: {error}", 413
                 ) from error
+            if isinstance(error, RequestError):
+                self._live.require_finite()
             raise
         if not forward_only:
-            self._live.passed()
+            self._live.passed(run, nbytes)
             self._unsaved.add(model)
         return result
