@@ -29,6 +29,7 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import asdict, dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import numpy as np
@@ -114,6 +115,14 @@ class Run(Protocol):
         """Go on with the step under another plan."""
 
 
+class ServedStep:
+    """Stands for the trainer in a step of the service: it is counted and scales nothing."""
+
+    def __init__(self, steps_before: int) -> None:
+        self.state = SimpleNamespace(global_step=steps_before)
+        self.accelerator = SimpleNamespace(scaler=None)
+
+
 class StepRecovery:
     """Remembers one optimizer step, which draws random numbers of host and device.
 
@@ -132,7 +141,7 @@ class StepRecovery:
         self._device, self._measure, self._lower = device, measure, lower
         self.begin(None)
 
-    def begin(self, trainer: Trainer | None) -> None:
+    def begin(self, trainer: Trainer | ServedStep | None) -> None:
         """A step of `trainer` begins, or nothing of one is needed any longer."""
         self._trainer = trainer
         self._done: list[tuple[Callable[[], Any], list[Rewind]]] = []
@@ -201,7 +210,9 @@ class Recovery(StepRecovery):
         self.unplanned_bytes = 0
         super().__init__(device, self._shortage, self._smaller)
 
-    def begin(self, trainer: Trainer | None, has_gradients: bool = False) -> None:
+    def begin(
+        self, trainer: Trainer | ServedStep | None, has_gradients: bool = False
+    ) -> None:
         """An optimizer step begins, or the last one has ended."""
         super().begin(trainer)
         self.has_gradients = has_gradients
@@ -433,7 +444,7 @@ def _foreign_hook(model: nn.Module) -> str:
     return ""
 
 
-def _foreign_loss(trainer: Trainer | None) -> str:
+def _foreign_loss(trainer: Trainer | ServedStep | None) -> str:
     """Name of what computes the loss, where that is somebody else's, if it is."""
     if trainer is None:
         return ""
@@ -470,7 +481,9 @@ def _settings(model: nn.Module) -> list[Any]:
     return found
 
 
-def _rewinds(device: torch.device, trainer: Trainer | None) -> list[Rewind]:
+def _rewinds(
+    device: torch.device, trainer: Trainer | ServedStep | None
+) -> list[Rewind]:
     """Put random numbers and counters back to what they are now."""
 
     def recount(owner: Any, before: dict[str, Any]) -> None:

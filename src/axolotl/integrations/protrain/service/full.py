@@ -24,8 +24,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -38,6 +37,7 @@ from transformers import modeling_utils
 
 from ..core.checkpoint import OPTIMIZER
 from ..core.errors import ConfigError, RequestError
+from ..recovery import ServedStep
 from ..run import TrainingRun
 from ..saving import in_place, write_safetensors
 from .adapters import KINDS, REST, AdapterLayout, AdapterSpec, AdapterState
@@ -257,9 +257,8 @@ class FullModel:
         """
         if not self._passes:
             raise RequestError("optim_step: no forward_backward came before it.")
-        step = SimpleNamespace(state=SimpleNamespace(global_step=0))
         try:
-            self._run.recovery.begin(cast(Any, step))
+            self._run.recovery.begin(ServedStep(0))
             self._run.recovery.probe_update()
             self.put_back()
             norm = self._clipped(adam.grad_clip_norm)

@@ -6,7 +6,6 @@ import traceback
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from axolotl.utils.logging import get_logger
@@ -19,6 +18,7 @@ from ..core.errors import (
     ProTrainError,
     RequestError,
 )
+from ..recovery import ServedStep
 from ..run import TrainingRun
 from .adapters import AdapterSpec, AdapterState, AdapterStore, folder_of
 from .decoding import Decoder
@@ -271,10 +271,8 @@ class Steps:
                 self._live.show(state)
             return run()
 
-        # the part of a trainer that a repeated step is named by
-        step = SimpleNamespace(state=SimpleNamespace(global_step=self._num_passes))
         self._num_passes += 1
-        self._run.recovery.begin(step)  # type: ignore[arg-type]
+        self._run.recovery.begin(ServedStep(self._num_passes))
         try:
             result = self._run.recovery.attempt(attempt, "forward")
         except FAULTS as error:
