@@ -625,8 +625,10 @@ def _clip(
         holders.append(holder)
     if clip is not None:
         torch.nn.utils.clip_grads_with_norm_(holders, *clip)
-    for holder in holders if divisor is not None else ():
-        holder.grad.div_(divisor)
+    if divisor is not None:
+        for holder in holders:
+            # of the same memory
+            holder.div_(divisor)
 
 
 def _scales(clip: Clip | None) -> bool:

@@ -146,7 +146,7 @@ class RecordedStep:
 
     @property
     def divisor(self) -> Tensor | None:
-        """What a fused kernel divides gradients by, for a GradScaler, unless it skips."""
+        """Divides gradients in a fused kernel under a GradScaler, unless it skips."""
         scale = self._attributes.get("grad_scale")
         if scale is None or self._attributes.get("found_inf"):
             return None
