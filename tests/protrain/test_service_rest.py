@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,9 @@ import service_rest_jobs
 from fork_server import call
 from service_http_jobs import BASE
 from service_server import TINKER_NEEDS, by_client, installed, server
+
+from axolotl.integrations.protrain.service import client_sessions
+from axolotl.integrations.protrain.service.client_sessions import ClientSessions
 
 
 @pytest.fixture(scope="module")
@@ -193,3 +198,27 @@ def test_an_archive_has_every_file(kept: dict[str, Any]) -> None:
 def test_a_session_that_ends_leaves_nothing_unsaved(kept: dict[str, Any]) -> None:
     """What a client has not saved would be lost, or each download leave a model behind."""
     assert kept["unsaved"] == [204, True] and not kept["finished"]
+
+
+@pytest.mark.parametrize("created", [1e300, -1e15, float("inf"), float("nan")])
+def test_a_session_of_no_date_keeps_no_list_from_clients(
+    created: float, tmp_path: Path
+) -> None:
+    (tmp_path / "damaged.json").write_text(json.dumps({"created": created}))
+    (tmp_path / "whole.json").write_text(json.dumps({"created": 1.0}))
+    assert [*ClientSessions(tmp_path).every()] == ["whole"]
+
+
+def test_sessions_end_while_others_push_them_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_sessions, "MOST_KNOWN", 2)
+    sessions = ClientSessions(tmp_path)
+
+    def live(_: int) -> None:
+        for _number in range(50):
+            sessions.finish(sessions.begin(None, None), {"reason": "success"})
+
+    with ThreadPoolExecutor(6) as clients:
+        list(clients.map(live, range(6)))
+    assert len(sessions.every()) == 2

@@ -197,6 +197,34 @@ def test_a_scaler_that_was_not_adapted_is_told_how() -> None:
     assert "_unscale_grads_" not in vars(scaler)
 
 
+@pytest.mark.parametrize("scale", [2.0**10, 2.0**30], ids=["finite", "overflows"])
+def test_gradients_that_a_step_has_used_are_those_of_the_plain_loop(
+    scale: float,
+) -> None:
+    """A fused step unscales them in place, or leaves them where it skips; a norm that lacks
+    those on the host is refused."""
+    found = []
+    for pages in (True, False):
+        model = stack()
+        optimizer, scaler = adamw(model, fused=True), torch.amp.GradScaler("cpu", scale)
+        with paged(model, optimizer) if pages else nullcontext() as run:
+            if run is not None:
+                run.adapt(scaler)
+            with torch.autocast("cpu", torch.float16):
+                loss = model(EXAMPLE)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            with run.full_params() if run is not None else nullcontext():
+                found.append({n: p.grad.clone() for n, p in model.named_parameters()})
+            if run is not None:
+                with pytest.raises(AccessError, match="is not used twice"):
+                    run.clip_grad_norm_(0.5)
+                optimizer.zero_grad()
+                assert run.clip_grad_norm_(0.5) == 0
+    for name, gradient in found[1].items():
+        assert torch.equal(*(g.nan_to_num() for g in (found[0][name], gradient))), name
+
+
 def test_training_goes_on_paged_and_plain(tmp_path: Path) -> None:
     """Plain steps, paged ones, a checkpoint of these, and plain ones again: state of the
     optimizer comes along at each border."""

@@ -348,3 +348,34 @@ def test_a_step_does_as_much_for_each_block(plan: dict[str, Any]) -> None:
     }
     assert not {n: by for n, by in grown.items() if by[1] > 2.5 * by[0] + 50}
     assert many["apply.py prefetch"] and many["step.py before_block"] > 24
+
+
+class Completing(torch.optim.AdamW):
+    """Notes in a group that it has made state, as optimi's do, by which it goes on."""
+
+    def step(self, closure: Any = None) -> Any:
+        before = len(self.state)
+        super().step(closure)
+        for group in self.param_groups if len(self.state) > before else ():
+            group["kahan_sum"] = True
+
+
+Completing.__module__, Completing.__name__ = "optimi", "AdamW"
+
+
+def test_saved_groups_are_those_after_updates_that_are_due() -> None:
+    """Torch reads them before the state, which applies the updates."""
+    saved = []
+    for pages in (True, False):
+        model = stack()
+        optimizer: torch.optim.Optimizer = Completing(model.parameters())
+        for group in optimizer.param_groups:
+            group["kahan_sum"] = None
+        session = open_session(model, outside=HOST_STATE) if pages else None
+        if session is not None:
+            optimizer = session.wrap_optimizer(optimizer)
+        train(model, optimizer, [batches(1)], session)
+        saved.append(optimizer.state_dict()["param_groups"])
+        if session is not None:
+            session.close()
+    assert saved[0] == saved[1] and saved[1][0]["kahan_sum"]

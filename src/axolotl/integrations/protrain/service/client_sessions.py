@@ -16,7 +16,7 @@ from time import monotonic, time
 from typing import Any
 
 from axolotl.utils.logging import get_logger
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 LOG = get_logger(__name__)
 
@@ -25,6 +25,8 @@ MOST_KNOWN = 8192
 QUIET_S = 120
 """Seconds without a word of its client after which a session is not known to go on; clients
 send one every ten."""
+MOST_SECONDS = 253402300800
+"""Since 1970 until the end of year 9999, the last that a date can be."""
 
 
 class ClientSession(BaseModel):
@@ -35,7 +37,7 @@ class ClientSession(BaseModel):
         ended: With what reason, and details, once its client has said so.
     """
 
-    created: float
+    created: float = Field(ge=0, lt=MOST_SECONDS, allow_inf_nan=False)
     display_name: str | None = None
     user_metadata: dict[str, Any] | None = None
     ended: dict[str, Any] | None = None
@@ -70,15 +72,13 @@ class ClientSessions:
     def hear(self, name: str) -> None:
         """Note that the client of a session is there, which may have begun elsewhere."""
         with self._lock:
-            self._heard[name] = monotonic()
-            if name not in self._known:
-                self._put(name, ClientSession(created=time()))
+            self._hear(name)
 
     def finish(self, name: str, ended: Mapping[str, Any]) -> None:
         """Note how a session has ended; its first end counts."""
-        self.hear(name)
         with self._lock:
-            session = self._known[name]
+            # one that others push out meanwhile would be unknown
+            session = self._hear(name)
             if session.ended is None:
                 self._put(name, session.model_copy(update={"ended": {**ended}}))
 
@@ -90,6 +90,12 @@ class ClientSessions:
     def goes_on(self, name: str) -> bool:
         """Tell whether the client of a session was heard lately."""
         return monotonic() - self._heard.get(name, -QUIET_S) < QUIET_S
+
+    def _hear(self, name: str) -> ClientSession:
+        self._heard[name] = monotonic()
+        if name not in self._known:
+            self._put(name, ClientSession(created=time()))
+        return self._known[name]
 
     def _put(self, name: str, session: ClientSession) -> None:
         self._known[name] = session

@@ -66,7 +66,7 @@ class ChunkUpdate:
         recorded: The step that is still to be applied.
         num_applied: Pieces to which it has been applied.
         used: Indices of parameters that had a gradient in it.
-        clip: How the last step has scaled gradients that are unscaled on the host.
+        scaled: The last step, whose scaling of gradients the host has not seen.
         written_back: The event after the last D2H copy of weights and state.
     """
 
@@ -101,7 +101,7 @@ class ChunkUpdate:
         self.recorded: RecordedStep | None = None
         self.num_applied = 0
         self.used: tuple[int, ...] = ()
-        self.clip: Clip | None = None
+        self.scaled: RecordedStep | None = None
         self.written_back: Event | None = None
 
     def changes(self, span: Iterable[int] | None = None) -> list[int]:
@@ -362,10 +362,10 @@ class Updates:
             own.num_applied += 1
         recorded, own.recorded, own.num_applied = own.recorded, None, 0
         # in place gradients are scaled where they are read: nothing is left to be clipped
-        if event is not None and recorded is not None:
-            own.clip = recorded.clip
+        if event is not None:
+            own.scaled = recorded
         elif self.on_host:
-            own.clip = None
+            own.scaled = None
         return event
 
     def _apply_piece(
@@ -500,6 +500,8 @@ class Updates:
                 norm = torch.nn.utils.get_total_norm([param.grad])
                 here.append(param)
             else:
+                if own is not None:
+                    own.host.grads.require_unspent(index)
                 continue
             # grouped by the gradients' dtype: the norm of a complex one is real
             norms.append(norm.to(param.dtype) if param.is_complex() else norm)
@@ -520,9 +522,10 @@ class Updates:
     def scale_used(self) -> None:
         """Scale gradients that the last step has used, while they are still there."""
         for own in self.all:
-            if own.clip is not None:
-                _clip(own, set(own.used) - own.main_grads.present, own.clip)
-                own.clip = None
+            if own.scaled is not None:
+                used = set(own.used) - own.main_grads.present
+                _clip(own, used, own.scaled.clip, own.scaled.divisor)
+                own.scaled = None
 
     def forget_gradients(self) -> None:
         """Forget the gradients since the last step."""
@@ -606,7 +609,12 @@ def _updating(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _clip(own: ChunkUpdate, indices: Iterable[int], clip: Clip) -> None:
+def _clip(
+    own: ChunkUpdate,
+    indices: Iterable[int],
+    clip: Clip | None,
+    divisor: Tensor | None = None,
+) -> None:
     grads, holders = own.main_grads, []
     for index in indices:
         grads.norms.pop(index, None)
@@ -615,7 +623,12 @@ def _clip(own: ChunkUpdate, indices: Iterable[int], clip: Clip) -> None:
         holder = grads.tensors[index].detach()
         holder.grad = grads.tensors[index]
         holders.append(holder)
-    torch.nn.utils.clip_grads_with_norm_(holders, *clip)
+    if clip is not None:
+        torch.nn.utils.clip_grads_with_norm_(holders, *clip)
+    if divisor is not None:
+        for holder in holders:
+            # of the same memory
+            holder.div_(divisor)
 
 
 def _scales(clip: Clip | None) -> bool:

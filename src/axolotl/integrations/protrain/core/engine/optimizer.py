@@ -53,9 +53,10 @@ class PagedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         _require_no_hooks(self, "state_dict")
         saved = self.access.saved_state
+        # before groups are read: an update may be what completes them
+        self.session_step.due.apply_all()
         saved.require_gathered()
         saved.order()
-        # reads `state`, which applies updates that are due
         packed = super().state_dict()
         saved.add_masters(packed)
         return packed

@@ -144,6 +144,14 @@ class RecordedStep:
             self._absent[p]: non_tensor_state(states.get(p, {})) for p in every
         }
 
+    @property
+    def divisor(self) -> Tensor | None:
+        """Divides gradients in a fused kernel under a GradScaler, unless it skips."""
+        scale = self._attributes.get("grad_scale")
+        if scale is None or self._attributes.get("found_inf"):
+            return None
+        return scale.cpu()
+
     def replay(
         self,
         plain: torch.optim.Optimizer,
