@@ -51,7 +51,7 @@ ENGINE = sorted(
 RANKS = [
     *(
         f"{CORE}/test_ranks.py::test_equals_plain_ddp[2-{case}]"
-        for case in "B-slow C-slow B-skips C-skips C-mixed B-looks B-host-skips".split()
+        for case in "B-slow C-slow B-skips C-skips C-mixed B-looks B-host-skips C-schedule-free".split()
     ),
     f"{CORE}/test_ranks.py::test_a_load_waits_for_ranks_in_a_pass[2-loads]",
     f"{CORE}/test_ranks.py::test_a_gradient_that_one_rank_sets_to_none_is_in_no_average"

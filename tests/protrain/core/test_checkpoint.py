@@ -30,6 +30,7 @@ from axolotl.integrations.protrain.cli import protrain
 from axolotl.integrations.protrain.core.checkpoint import (
     STAGING,
     checkpoints,
+    discard,
     fault_of,
     load_states,
     locked,
@@ -66,19 +67,21 @@ def content(checkpoint: Path) -> set[str] | None:
 
 
 class AtLine:
-    """Acts once, before the n-th of the different lines that saving runs."""
+    """Acts once, before the n-th of the different lines that saving runs; with `others`
+    before the n-th of all that it and these files run."""
 
-    def __init__(self, number: int, act: Callable[[], None]) -> None:
+    def __init__(self, number: int, act: Callable[[], None], *others: str) -> None:
         self._number, self._act = number, act
-        self._seen: set[tuple[str, int]] = set()
+        self._files = Path(__file__).name, "folders.py", "manifest.py", *others
+        self._counts_all = bool(others)
+        self._seen: list[tuple[str, int]] = []
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> AtLine | None:
-        own = (Path(__file__).name, "folders.py", "manifest.py")
-        if not frame.f_code.co_filename.endswith(own):
+        if not frame.f_code.co_filename.endswith(self._files):
             return None
         line = (frame.f_code.co_filename, frame.f_lineno)
-        if event == "line" and line not in self._seen:
-            self._seen.add(line)
+        if event == "line" and (self._counts_all or line not in self._seen):
+            self._seen.append(line)
             if len(self._seen) == self._number:
                 self._act()
         return self
@@ -86,6 +89,28 @@ class AtLine:
 
 def interrupt() -> None:
     raise KeyboardInterrupt
+
+
+def test_a_kill_at_any_line_of_a_removal_leaves_all_or_nothing(tmp_path: Path) -> None:
+    """A half of the oldest checkpoint would be what the next run goes on from."""
+    for number in range(1, 1000):
+        checkpoint = tmp_path / str(number) / "checkpoint-4"
+        save(checkpoint, "old")
+        process_id = os.fork()
+        if not process_id:
+            sys.settrace(AtLine(number, lambda: os._exit(9), "shutil.py"))
+            discard(str(checkpoint))
+            os._exit(0)
+        killed = os.waitpid(process_id, 0)[1]
+        assert content(checkpoint) in ({"old"}, None), number
+        if not killed:
+            break
+    assert not [*checkpoint.parent.iterdir()] and number > 20
+    # nothing can be moved there
+    save(checkpoint, "old")
+    (checkpoint.parent / STAGING).touch()
+    discard(str(checkpoint))
+    assert not checkpoint.exists()
 
 
 @pytest.mark.parametrize("before", [None, "old"])

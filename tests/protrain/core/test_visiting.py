@@ -50,6 +50,20 @@ def test_what_is_written_on_the_device_is_trained_with() -> None:
     assert_same(weights(model), weights(plain))
 
 
+def test_other_streams_may_read_and_write_what_visits() -> None:
+    """NCCL sends weights on a stream of its own: only this sees it do so too early, or a
+    copy to the host that does not wait for it."""
+    model = stack(num_layers=3)
+    session = open_session(model)
+    device = session.device
+    with session.full_params():
+        with session.visiting(model.layers[1].parameters(), writes=True):
+            tensors = [param.data for param in model.layers[1].parameters()]
+            device.reads(tensors, device.fetch)
+            device.writes(tensors, device.fetch)
+    session.close()
+
+
 def test_who_visits_enters_full_params_first() -> None:
     model = stack(num_layers=3)
     session = open_session(model)

@@ -125,11 +125,6 @@ class Staging:
         self.retire()
         return segment.arrival
 
-    def forget(self) -> None:
-        """Give up what was fetched ahead, or taken."""
-        for key in [*self._held]:
-            self._let_go(key)
-
     def retire(self) -> None:
         """Let go of memory that nobody copies any more; waits for nothing."""
         for segment in [*self._apart]:

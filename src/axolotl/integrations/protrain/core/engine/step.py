@@ -397,9 +397,6 @@ class Step:
         for handle in self.handles:
             if isinstance(handle, AroundCall):
                 handle.require_bound()
-        if not self.slots.in_forward and not inside_backward():
-            # else it is called inside a block, which goes on to read its weights
-            self.slots.end_use()
         self.updates.prefetch(0)
         for chunk in self._outside:
             self.due.apply_in_use(chunk.index)
@@ -656,7 +653,6 @@ class Step:
 
     def settle_all(self) -> None:
         """Return once weights and gradients are as the plain run has them, with all ranks."""
-        self.gradients.settle()
         self.due.settle_gradients()
         self.due.refresh_stale()
         # copies to slots read what may be written now
@@ -670,7 +666,6 @@ class Step:
             self.swap.settle()
         self.slots.end_use()
         self.gradients.discard()
-        self.staging.forget()
         self.updates.forget_gradients()
         for param in self.params.values():
             param.grad = None
