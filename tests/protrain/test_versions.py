@@ -51,7 +51,8 @@ ELSEWHERE = {
     "_name_or_path",
 }
 OURS = set(
-    "_deleted _evicted _expires _incomplete _last _lock _replaced _samplers _value".split()
+    "_deleted _evicted _expires _incomplete _last _lock _replaced _samplers _sessions "
+    "_value".split()
 )
 """Strings that name files and attributes of this package."""
 PARTS = set(

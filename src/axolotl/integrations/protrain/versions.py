@@ -69,6 +69,7 @@ PARAMETERS = {
     "axolotl.monkeypatch.moe_quant:replace_parameter_8bit": "module param_name",
     "bitsandbytes.nn.parametrize:replace_parameter_4bit": "module param_name "
     "compress_statistics quant_type",
+    "torch.amp:GradScaler._unscale_grads_": "self optimizer inv_scale found_inf",
     "transformers:Trainer._clip_grad_norm": "self model",
     "transformers:Trainer._get_grad_norm": "self model grad_norm",
     "transformers:Trainer._get_output_dir": "self trial",

@@ -27,7 +27,7 @@ _NO_ACCOUNTS = (
 )
 NO_PROJECTS = "there are no projects here. Leave it out."
 
-_Kind = TypeVar("_Kind", bound="Query")
+Kind = TypeVar("Kind", bound="Query")
 Act = Callable[[AdapterService, Request, bytes], Any]
 
 
@@ -39,7 +39,7 @@ class Query(BaseModel):
     project_id: str | None = None
 
     @classmethod
-    def of(cls: type[_Kind], request: Request) -> _Kind:
+    def of(cls: type[Kind], request: Request) -> Kind:
         """Read what a request asks for."""
         query = cls.model_validate({**request.query_params})
         if query.project_id is not None:
