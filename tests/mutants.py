@@ -51,7 +51,9 @@ ENGINE = sorted(
 RANKS = [
     *(
         f"{CORE}/test_ranks.py::test_equals_plain_ddp[2-{case}]"
-        for case in "B-slow C-slow B-skips C-skips C-mixed B-looks B-host-skips C-schedule-free".split()
+        for case in (
+            "B-slow C-slow B-skips C-skips C-mixed B-looks B-host-skips C-schedule-free"
+        ).split()
     ),
     f"{CORE}/test_ranks.py::test_a_load_waits_for_ranks_in_a_pass[2-loads]",
     f"{CORE}/test_ranks.py::test_a_gradient_that_one_rank_sets_to_none_is_in_no_average"
@@ -69,7 +71,8 @@ OTHERS: dict[str, tuple[frozenset[str], str]] = {
     ),
     "service/live.py": (
         ORDERING,
-        "test_service.py::test_the_next_adapter_comes_while_one_computes",
+        "test_service.py::test_the_next_adapter_comes_while_one_computes "
+        "test_service.py::test_what_is_replaced_is_not_copied_any_more",
     ),
 }
 """Files beside the engine: names of calls, and tests."""
@@ -79,6 +82,8 @@ EQUIVALENT = {
     "operands, which are fetched after that event",
     "full_params.py FullParams._show: self.hide()": "a copy on one of several ranks has "
     "shown the same bytes, which are bound once more",
+    "live.py _Place.__init__: device.compute.record()": "an event of compute before "
+    "anything is copied, whichever it is",
     "param_store.py ParamStore.move_out: stream.wait(self._device.compute.record())": "on a "
     "card alone, and closing has waited for all streams: for who checks accesses by thread",
     "param_store.py ParamStore.move_out: stream.record().synchronize()": "the same: each "

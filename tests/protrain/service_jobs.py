@@ -296,6 +296,25 @@ def ahead(path: Path, steps: int = 34) -> dict[str, Any]:
     return found
 
 
+def replaced(path: Path) -> str:
+    """Loads that come while copies of what they replace are under way, with every copy
+    checked, and a pass after an update that is refused; what that was told."""
+    check_runs(True)
+    with service(path) as served:
+        for name in "ab":
+            create(served, name)
+        own = served.save("b", "first").result()
+        # b is fetched beside a; then it leaves as it was updated
+        asked = [*step(served, "a", 0), served.load("b", own, True)]
+        asked += [*step(served, "b", 0), served.load("b", own, True)]
+        for each in asked:
+            each.result()
+        served.forward_backward("b", rows(1)).result()
+        told = served.optim_step("b", AdamParams(learning_rate=1e39)).exception()
+        served.forward_backward("b", rows(1)).result()
+    return str(told)
+
+
 def short_of_memory(path: Path) -> tuple[list[str], list[bool], list[int], bool]:
     """A pass that runs out of memory once, one that does so for good, and neither: the
     error, whether weights and gradients are equal, and how often plans changed; whether the

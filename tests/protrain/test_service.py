@@ -173,6 +173,13 @@ def test_the_next_adapter_comes_while_one_computes(tmp_path: Path) -> None:
     assert found["bytes"][0][0] <= found["planned"]
 
 
+def test_what_is_replaced_is_not_copied_any_more(served: Path) -> None:
+    """Memory of an adapter that is freed while a copy reads or writes it, or a pass that
+    reads what comes back after a refused update."""
+    told = call(service_jobs.replaced, served, at=served.parent)
+    assert "not finite" in told
+
+
 def test_a_pass_that_runs_out_of_memory_leaves_no_trace(served: Path) -> None:
     """It is repeated under a smaller plan, else refused; gradients that were there before
     would count twice, or be gone."""

@@ -218,6 +218,7 @@ class LiveAdapter:
         if self._updated or self._regraded:
             self._send()
             self._device.compute.wait(self._sent)
+        self._device.reads([self._place.memory], self._device.compute)
 
     def passed(self, run: Callable[[], object], nbytes: int) -> None:
         """A backward pass has added to the gradients."""
