@@ -304,9 +304,12 @@ def replaced(path: Path) -> str:
         for name in "ab":
             create(served, name)
         own = served.save("b", "first").result()
-        # b is fetched beside a; then it leaves as it was updated
-        asked = [*step(served, "a", 0), served.load("b", own, True)]
+        # as long as the rest takes to be queued
+        asked = [served.forward_backward("a", rows(1, 60), forward_only=True)]
+        # they take turns: b is fetched beside the update of a; then it leaves as updated
         asked += [*step(served, "b", 0), served.load("b", own, True)]
+        asked += [*step(served, "a", 0), *step(served, "b", 0)]
+        asked.append(served.load("b", own, True))
         for each in asked:
             each.result()
         served.forward_backward("b", rows(1)).result()
