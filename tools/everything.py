@@ -31,12 +31,18 @@ PACKAGE = "src/axolotl/integrations/protrain"
 TRAINED = (*CODE, f":!{PACKAGE}/service", f":!{PACKAGE}/cli", "tests/protrain/*.py")
 """A training runs no command of ours and serves nobody."""
 SWEPT = (
-    *(f"{PACKAGE}/core", f"{PACKAGE}/offline", "tests/protrain/sweep.py"),
+    *(
+        "pyproject.toml",
+        f"{PACKAGE}/core",
+        f"{PACKAGE}/offline",
+        "tests/protrain/sweep.py",
+    ),
     *("tests/protrain/shrunk_models.py", "tests/protrain/checked_device.py"),
 )
 MUTATED = (
     *(f"{PACKAGE}/{room}" for room in ("core", "plugin.py", "service/live.py")),
-    *("tests/mutants.py", "tests/protrain/core"),
+    # tests of the files beside core have helpers in this folder
+    *("pyproject.toml", "tests/mutants.py", "tests/protrain/*.py"),
 )
 RESULT_WIDTH = 90
 

@@ -15,7 +15,7 @@ from axolotl_jobs import BASE, PROTRAIN, overrides, same_bits
 from safetensors.torch import load_file
 from sampling_jobs import refusal, told
 from service_http_jobs import HERE
-from service_jobs import ADAM, follow, rows, service
+from service_jobs import ADAM, follow, rows, service, without_room
 from starlette.testclient import TestClient
 from tiny_models import build_inputs, build_model, model_path
 from torch import Tensor
@@ -343,24 +343,14 @@ def short_of_memory(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     wanted: dict[str, Tensor] = {}
     for times in (0, 1, 10):
-        left = [times]
         with service(path) as served:
             served.create("m", 0)
             for one in step(served, "m", 0):
                 one.result()
             served.forward_backward("m", rows(50)).result()
 
-            def fail(*_: Any, left: list[int] = left) -> None:
-                if left[0]:
-                    left[0] -= 1
-                    raise torch.OutOfMemoryError("Tried to allocate 1024 bytes")
-
-            # a step with a hook of others in it is not repeated
-            fail.__module__ = "torch"
-            head = served.session.model.get_output_embeddings()
-            handle = head.register_full_backward_pre_hook(fail)
-            told = refusal(lambda: served.forward_backward("m", rows(51)))
-            handle.remove()
+            with without_room(served, times):
+                told = refusal(lambda: served.forward_backward("m", rows(51)))
             if told:
                 served.forward_backward("m", rows(51)).result()
             served.optim_step("m", ADAM).result()

@@ -6,8 +6,9 @@ import atexit
 import json
 import os
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -16,7 +17,7 @@ from unittest.mock import patch
 
 import torch
 import yaml
-from axolotl_jobs import BASE, LORA, PROTRAIN, overrides
+from axolotl_jobs import BASE, LORA, PROTRAIN, SEEDING, overrides
 from checked_device import check_runs
 from recording_plugin import BATCHES_FILE
 from safetensors.torch import load_file, save_file
@@ -38,6 +39,12 @@ from axolotl.integrations.protrain.service.losses import Datum
 from axolotl.integrations.protrain.service.optimizers import AdamParams
 from axolotl.integrations.protrain.versions import DRAWS_BY_NAME
 
+RECORDED: dict[str, Any] = {
+    "plugins": [PROTRAIN, SEEDING, "recording_plugin.RecordingPlugin"],
+    "lr_scheduler": "constant",
+    "gradient_accumulation_steps": 2,
+}
+"""Keys of a run that keeps its batches, which the service is given then."""
 SERVED: dict[str, Any] = {
     **LORA,
     **overrides(1, 2),
@@ -318,30 +325,38 @@ def replaced(path: Path) -> str:
     return str(told)
 
 
+@contextmanager
+def without_room(of: AdapterService, times: int) -> Iterator[None]:
+    """Inside, so many backward passes run out of memory as they begin."""
+    left = [times]
+
+    def fail(*_: Any) -> None:
+        if left[0]:
+            left[0] -= 1
+            raise torch.OutOfMemoryError("Tried to allocate 1024 bytes")
+
+    # a step with a hook of others in it is not repeated
+    fail.__module__ = "torch"
+    head = of.session.model.get_output_embeddings()
+    handle = head.register_full_backward_pre_hook(fail)
+    yield
+    handle.remove()
+
+
 def short_of_memory(path: Path) -> tuple[list[str], list[bool], list[int], bool]:
     """A pass that runs out of memory once, one that does so for good, and neither: the
     error, whether weights and gradients are equal, and how often plans changed; whether the
     plan that repeats takes less in training than there was."""
     errors, equal, notches, kept, lower = [], [], [], [], False
     for times in (0, 1, 10):
-        left = [times]
         with service(path) as served:
             create(served, "b")
             for asked in step(served, "b", 0):
                 asked.result()
             served.forward_backward("b", rows(1)).result()
 
-            def fail(*_: Any, left: list[int] = left) -> None:
-                if left[0]:
-                    left[0] -= 1
-                    raise torch.OutOfMemoryError("Tried to allocate 1024 bytes")
-
-            # a step with a hook of others in it is not repeated
-            fail.__module__ = "torch"
-            head = served.session.model.get_output_embeddings()
-            handle = head.register_full_backward_pre_hook(fail)
-            error = served.forward_backward("b", rows(2)).exception()
-            handle.remove()
+            with without_room(served, times):
+                error = served.forward_backward("b", rows(2)).exception()
             errors.append("" if error is None else str(error))
             if error is not None:
                 served.forward_backward("b", rows(2)).result()

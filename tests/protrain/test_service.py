@@ -12,10 +12,10 @@ import pytest
 import service_jobs
 import torch
 import yaml
-from axolotl_jobs import LORA, PROTRAIN, SEEDING, Job, Result, job, overrides
+from axolotl_jobs import LORA, Job, Result, job, overrides
 from fork_server import Fork, call
 from matrix_bases import FP8
-from service_jobs import SERVED
+from service_jobs import RECORDED, SERVED
 
 from axolotl.integrations.protrain.core.errors import RequestError
 from axolotl.integrations.protrain.service.adapters import folder_of
@@ -29,11 +29,6 @@ from axolotl.integrations.protrain.service.turns import (
 
 Run = Callable[[Job], Result]
 
-RECORDED = {
-    "plugins": [PROTRAIN, SEEDING, "recording_plugin.RecordingPlugin"],
-    "lr_scheduler": "constant",
-    "gradient_accumulation_steps": 2,
-}
 PLAINLY = {"plugins": [*RECORDED["plugins"], "fp8_plugin.Fp8Plugin"]}
 QUICK = ("bf16", "packed", "adafactor", "adamw_bnb_8bit")
 LIKE = {

@@ -13,8 +13,6 @@ import pytest
 import service_http_jobs
 import yaml
 from axolotl_jobs import (
-    PROTRAIN,
-    SEEDING,
     Job,
     Result,
     job,
@@ -23,15 +21,11 @@ from axolotl_jobs import (
 )
 from fork_server import Fork, call
 from full_jobs import FULL
+from service_jobs import RECORDED
 from service_server import TINKER_NEEDS, by_client, installed, server
 
 Run = Callable[[Job], Result]
 
-RECORDED = {
-    "plugins": [PROTRAIN, SEEDING, "recording_plugin.RecordingPlugin"],
-    "lr_scheduler": "constant",
-    "gradient_accumulation_steps": 2,
-}
 PAGED, RESIDENT = overrides(1, 2), overrides(4, 0)
 LIKE: dict[str, tuple[Job, dict[str, Any]]] = {
     "fp32": (job("llama", RECORDED), PAGED),

@@ -9,24 +9,16 @@ from __future__ import annotations
 import json
 import random
 import sys
-from typing import Any
+from functools import partial
+
+from tinker_rows import drawn_rows
 
 
 def main(base: str) -> None:
     import tinker
     from tinker import types
 
-    chance = random.Random(5)
-
-    def data() -> list[Any]:
-        rows = []
-        for _ in range(5):
-            length = chance.randint(3, 60)
-            tokens = chance.choices(range(3, 288), k=length + 1)
-            inputs = {"target_tokens": tokens[1:], "weights": [1 / length] * length}
-            given = types.ModelInput.from_ints(tokens[:-1])
-            rows.append(types.Datum(model_input=given, loss_fn_inputs=inputs))
-        return rows
+    data = partial(drawn_rows, random.Random(5))
 
     adam = types.AdamParams(learning_rate=0.01, weight_decay=0.1, grad_clip_norm=1.0)
     service = tinker.ServiceClient()

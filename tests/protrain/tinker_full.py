@@ -9,24 +9,17 @@ from __future__ import annotations
 import json
 import random
 import sys
+from functools import partial
 from typing import Any
+
+from tinker_rows import drawn_rows
 
 
 def main(base: str) -> None:
     import tinker
     from tinker import types
 
-    chance = random.Random(5)
-
-    def data() -> list[Any]:
-        rows = []
-        for _ in range(5):
-            length = chance.randint(3, 60)
-            tokens = chance.choices(range(3, 288), k=length + 1)
-            inputs = {"target_tokens": tokens[1:], "weights": [1 / length] * length}
-            given = types.ModelInput.from_ints(tokens[:-1])
-            rows.append(types.Datum(model_input=given, loss_fn_inputs=inputs))
-        return rows
+    data = partial(drawn_rows, random.Random(5))
 
     def end(of: Any) -> list[Any]:
         of.forward_backward(last, "cross_entropy").result()

@@ -267,7 +267,10 @@ class AdapterStore:
             target.mkdir(parents=True, exist_ok=True)
             with self._renaming:
                 for name in self._names(source):
-                    _linked(source / name, target / name)
+                    own = target / name
+                    if not (own.exists() or linked(source / name, own)):
+                        # a copy is nobody else's either
+                        shutil.copyfile(source / name, own)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise RequestError(
                 f"path: there are no weights to sample with at {source.parent.name}/"
@@ -553,16 +556,15 @@ def _fill_from(folder: Path, state: AdapterState, with_optimizer: bool) -> None:
         state.graded = frozenset(graded)
 
 
-def _linked(source: Path, target: Path) -> None:
-    if target.exists():
-        return
+def linked(source: Path, target: Path) -> bool:
+    """Make a hard link to a file, and tell whether there is one."""
     try:
-        os.link(source, target)
-    except FileNotFoundError:
-        raise
+        # a file of the cache is a link to another one
+        os.link(source.resolve(), target)
     except OSError:
-        # a file system without links; the copy is nobody else's either
-        shutil.copyfile(source, target)
+        # it has gone, or lies elsewhere, or there are no links
+        return False
+    return True
 
 
 def _fill(targets: dict[str, Tensor], file: safe_open, prefix: str) -> None:

@@ -98,15 +98,16 @@ class ClientSessions:
         return self._known[name]
 
     def _put(self, name: str, session: ClientSession) -> None:
-        self._known[name] = session
+        self._known[name], gone = session, list[str]()
+        while len(self._known) > MOST_KNOWN:
+            gone.append(self._known.popitem(last=False)[0])
+            self._heard.pop(gone[-1], None)
         aside = self._folder / f"~{uuid.uuid4().hex}"
         try:
             self._folder.mkdir(exist_ok=True)
             aside.write_text(session.model_dump_json(), "utf-8")
             os.replace(aside, self._file(name))
-            while len(self._known) > MOST_KNOWN:
-                oldest, _ = self._known.popitem(last=False)
-                self._heard.pop(oldest, None)
+            for oldest in gone:
                 self._file(oldest).unlink(missing_ok=True)
         except OSError as error:
             # clients go on; what is lost are words for the next server

@@ -189,6 +189,7 @@ class FullModel:
                 for run in self._passes:
                     run()
             except BaseException:
+                # whatever it is: a part of them would be taken for all the next time
                 self._session.forget_gradients()
                 raise
 

@@ -10,7 +10,6 @@ are new.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping, Set
 from contextlib import suppress
 from pathlib import Path
@@ -33,6 +32,7 @@ from .adapters import (
     AdapterLayout,
     AdapterSpec,
     AdapterStore,
+    linked,
 )
 from .full import FullModel, FullState, optimizer_in
 from .states import LAST
@@ -118,7 +118,7 @@ class FullStore(AdapterStore):
             files[name] = digest = _digest(part.items())
             index |= dict.fromkeys(keys, name)
             same = known.get(digest) or self._base_file(keys, digest)
-            if same is None or not _linked(same, aside / name):
+            if same is None or not linked(same, aside / name):
                 write_safetensors(part, str(aside / name), {"format": "pt"})
                 new.append(name)
         total = sum(tensor.nbytes for tensor in tensors.values())
@@ -234,13 +234,3 @@ def _require_finite(tensors: Mapping[str, Tensor]) -> None:
                 "an earlier state (load_weights).",
                 410,
             )
-
-
-def _linked(source: Path, target: Path) -> bool:
-    try:
-        # a file of the cache is a link to another one
-        os.link(source.resolve(), target)
-    except OSError:
-        # it has gone, or lies elsewhere, or there are no links
-        return False
-    return True

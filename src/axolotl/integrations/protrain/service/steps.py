@@ -271,8 +271,8 @@ class Steps:
                 self._live.show(state)
             return run()
 
-        self._num_passes += 1
         self._run.recovery.begin(ServedStep(self._num_passes))
+        self._num_passes += 1
         try:
             result = self._run.recovery.attempt(attempt, "forward")
         except FAULTS as error:
