@@ -50,6 +50,7 @@ def chaos(tmp_path_factory: pytest.TempPathFactory) -> Chaos:
         for a in ATTACKS
     ],
 )
+@pytest.mark.sampled(2)
 def test_attack(chaos: Chaos, attack: Attack) -> None:
     """Ends as the plain run does or with the cause; raises what it ended with if not."""
     assert attack.judge(chaos)

@@ -150,6 +150,7 @@ def test_cases_cover_what_is_asked() -> None:
         assert {True, False} == {case.name.endswith("-fits") for case in cases}
 
 
+@pytest.mark.full
 def test_an_empty_table_is_an_error(tmp_path: Path) -> None:
     run = subprocess.run(
         [

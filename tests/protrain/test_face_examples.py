@@ -12,7 +12,13 @@ import pytest
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@pytest.mark.parametrize("name", ["loop", "transformers_trainer", "sft_trainer"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("loop", "sft_trainer"),
+        pytest.param("transformers_trainer", marks=pytest.mark.full),
+    ],
+)
 def test_losses_norms_and_weights_are_those_of_the_plain_run(
     name: str, tmp_path: Path
 ) -> None:

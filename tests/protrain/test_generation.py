@@ -137,6 +137,7 @@ def test_what_is_evaluated_is_sampled_too(run: Run) -> None:
 
 @pytest.mark.parametrize("mode", [{}, SHARDED], ids=["B", "C"])
 @pytest.mark.parametrize("base", [{}, LORA], ids=["full", "LoRA"])
+@pytest.mark.sampled(2)
 def test_two_ranks(run: Run, base: dict[str, Any], mode: dict[str, Any]) -> None:
     """Only this sees ranks whose answers differ in length wait for each other for ever."""
     keys = SAMPLING | base | {"gradient_accumulation_steps": 2}
@@ -148,6 +149,7 @@ def test_two_ranks(run: Run, base: dict[str, Any], mode: dict[str, Any]) -> None
     assert paged.report["plan"]["mode"] == ("C" if mode else "B")
 
 
+@pytest.mark.full
 def test_nothing_of_trl_is_imported_before_axolotl_has_changed_it() -> None:
     """Only this sees scores by TRL's operators where the plain run has Axolotl's kernels:
     the module of the trainer keeps what it finds when it is imported."""

@@ -98,6 +98,7 @@ def parameters() -> list[Any]:
 
 
 @pytest.mark.parametrize("cell", parameters())
+@pytest.mark.sampled(60)
 def test_paged_is_plain(run: Run, cell: Cell) -> None:
     if not cell.is_possible:
         pytest.skip(f"{cell.needs} is not installed")

@@ -286,7 +286,9 @@ def test_an_evaluation_to_come_is_no_room_to_spare(run: Run) -> None:
     later = {**EVALUATED, "eval_steps": 6, "eval_batch_size": 8}
     keys = {"protrain_learn_peak": True, "protrain_cache_dir": "evaluations"}
     steps = {"sequence_len": 256, "micro_batch_size": 1, "max_steps": 5}
-    result = run(job("llama", LORA, steps, later, PAGED, keys))
+    # by hand: rates that are measured on a busy machine lead to others
+    plan = overrides(1, 2, 0)
+    result = run(job("llama", LORA, steps, later, PAGED, keys, plan))
     phases = result.report["device_bytes"]["phases"]
     assert phases["evaluation"] > 1.2 * phases["backward"]
     assert not result.report["notches"]

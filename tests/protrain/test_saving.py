@@ -189,6 +189,7 @@ def copy_checkpoint(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sampled(2)
 def test_checkpoints_are_those_of_the_plain_run(jobs: Jobs, kind: str) -> None:
     ours, plain = jobs[f"{kind}_paged"].finished, jobs[f"{kind}_plain"].finished
     assert ours.paged and not plain.paged
@@ -243,6 +244,7 @@ def test_a_resumed_run_is_the_run_in_one_go(jobs: Jobs, name: str) -> None:
     assert difference(weights(ours.folder), weights(expected.folder)) is None
 
 
+@pytest.mark.full
 def test_answers_after_a_resume_are_those_of_the_plain_run(jobs: Jobs) -> None:
     """Only this sees random numbers that a generation under paging draws beside those of
     its tokens, after a checkpoint."""

@@ -74,7 +74,7 @@ BASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("base", BASES.values(), ids=BASES)
 def test_the_server_gets_the_weights_of_the_plain_run(
     run: Run, base: dict[str, Any]
@@ -152,6 +152,7 @@ def test_gdpo(run: Run) -> None:
 
 @pytest.mark.parametrize("mode", [{}, SHARDED], ids=["B", "C"])
 @pytest.mark.parametrize("base", [{}, LORA | {"bf16": True}], ids=["full", "LoRA"])
+@pytest.mark.sampled(2)
 def test_two_ranks(run: Run, base: dict[str, Any], mode: dict[str, Any]) -> None:
     """Only this sees a base that each rank of a node rounds once more."""
     keys = ASKING | base | {"gradient_accumulation_steps": 2}

@@ -540,6 +540,7 @@ def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.sampled(4)
 def test_two_ranks_train_as_plain_ones(
     on_ranks: list[dict[str, str]], case: str
 ) -> None:

@@ -68,7 +68,7 @@ def in_four_bits(model: Any) -> None:
         if not (adapter and family in ("falcon_h1", "mamba2"))
     ],
 )
-@pytest.mark.sampled(18)
+@pytest.mark.sampled(10)
 def test_tokens_are_those_of_plain(family: str, adapter: str) -> None:
     """Only this sees a family whose cache or state is made by a block that is not there."""
     model: Any = random_model(family).eval()

@@ -127,7 +127,7 @@ EACH = {f"{r.optimizer}, {r.dtype}": r for r in of_optimizers()}
 
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("row", EACH.values(), ids=EACH.keys())
-@pytest.mark.sampled(36)
+@pytest.mark.sampled(24)
 def test_optimizers(row: Row) -> None:
     same(row)
 
@@ -161,6 +161,7 @@ def of_models() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("row", of_models())
+@pytest.mark.sampled(40)
 def test_models(row: Row) -> None:
     same(row)
 

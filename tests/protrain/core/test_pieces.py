@@ -72,6 +72,7 @@ def optimizer_of(name: str, model: torch.nn.Module) -> torch.optim.Optimizer:
     + [("AdamW, fused", how) for how in SEVERAL if how != "fp32"]
     + [("AdamW, foreach, amsgrad", "masters")],
 )
+@pytest.mark.sampled(9)
 def test_training_in_pieces_is_training(name: str, how: str) -> None:
     """Losses, norms, weights and optimizer state, three steps and then a load of it."""
     options = dict(SEVERAL[how])

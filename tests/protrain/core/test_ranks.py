@@ -112,6 +112,7 @@ GRID = [
 
 
 @pytest.mark.parametrize(("ranks", "case"), GRID)
+@pytest.mark.sampled(24)
 def test_equals_plain_ddp(
     ranks: int, case: str, found: Callable[[int, str], dict[str, Any]]
 ) -> None:

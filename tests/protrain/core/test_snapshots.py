@@ -282,7 +282,7 @@ def save_each_step(folder: Path, rooms: list[int]) -> None:
             snapshot.join()
 
 
-@pytest.mark.parametrize("kills", [8, pytest.param(50, marks=pytest.mark.full)])
+@pytest.mark.parametrize("kills", [4, pytest.param(50, marks=pytest.mark.full)])
 def test_a_kill_at_any_moment_leaves_whole_checkpoints(
     tmp_path: Path, kills: int
 ) -> None:

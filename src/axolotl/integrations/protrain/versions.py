@@ -25,7 +25,7 @@ from packaging.requirements import Requirement
 from .core.errors import ConfigError
 
 NAMES = {
-    "torch": "_fused_sdp_choice",
+    "torch": "_foreach_norm _fused_sdp_choice",
     "copyreg": "_reconstructor",
     "torch:Tensor": "_backward_hooks _base _is_view _make_subclass _make_wrapper_subclass "
     "_post_accumulate_grad_hooks _version",

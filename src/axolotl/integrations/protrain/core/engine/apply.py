@@ -544,7 +544,7 @@ class Updates:
                 if index in own.params and index not in grads.norms:
                     # somebody has changed it on the host
                     gradient = grads.tensors[index].to(self._device.torch_device)
-                    grads.norms[index] = grads.norm(gradient)
+                    grads.take_norms({index: gradient})
         if self._ranks.world.local_size == 1 or not known:
             return
         of_others = torch.zeros(len(known), dtype=torch.float64)
@@ -554,7 +554,8 @@ class Updates:
         totals = self._ranks.node_sum(of_others)
         for norm, (grads, index) in zip(totals, known, strict=True):
             if index not in grads.norms:
-                dtype = grads.norm(grads.tensors[index].new_empty(0)).dtype
+                grads.take_norms({index: grads.tensors[index].new_empty(0)})
+                dtype = grads.norms[index].dtype
                 grads.norms[index] = norm.to(self._device.torch_device, dtype)
 
     def host_bytes(self) -> int:
@@ -574,22 +575,22 @@ def _replay(
     host, recorded = own.host, own.recorded
     assert recorded is not None
     used: dict[nn.Parameter, nn.Parameter] = {}
-    rounded: list[tuple[Tensor, Tensor]] = []
+    here, rounded = host.weights.in_piece(weights, piece, changes), dict[int, Tensor]()
+    if masters is not None:
+        with_master = [index for index in changes if index in host.masters.tensors]
+        rounded = host.masters.in_piece(masters, piece, with_master)
+    steps = recorded.method == "step"
+    due = own.main_grads.in_piece(gradients, piece, changes if steps else ())
     try:
         for index in changes:
             param = own.params[index]
             used[param] = main = own.master_params[param]
-            main.data = weight = host.weights.in_piece(weights, piece, index)
-            if index in host.masters.tensors:
-                assert masters is not None
-                main.data = master = host.masters.in_piece(masters, piece, index)
-                rounded.append((weight, master))
-            if recorded.method == "step":
-                gradient = own.main_grads.in_piece(gradients, piece, index)
-                main.grad = gradient.to(main.dtype)
+            main.data = rounded.get(index, here[index])
+            if steps:
+                main.grad = due[index].to(main.dtype)
         recorded.replay(own.plain, used, states)
-        for weight, master in rounded:
-            weight.copy_(master)
+        for index, master in rounded.items():
+            here[index].copy_(master)
     finally:
         for main in used.values():
             main.grad = None

@@ -9,8 +9,8 @@ device tensors are held until the copy's event, and at most two chunks are in fl
 The first micro-batch sends its gradients as they are. In later ones the sum so far comes
 back through `Staging`, piece by piece in the order of the micro-batch before, as far ahead as
 there is room, is added to the new gradient, in place, which is what autograd does without
-paging, and the result leaves. The norm of each is taken as it passes, by the kernel that the
-plain run takes. A parameter whose gradient of the micro-batch before still waits for
+paging, and the result leaves. Norms of the last sums are taken as they leave, by the kernel
+that the plain run takes. A parameter whose gradient of the micro-batch before still waits for
 its chunk sends that one first. What never arrives, because the loss does not depend on it,
 stays without a sum, so the optimizer skips it as in the plain run; what has arrived goes
 when backward has come past the block.
@@ -150,8 +150,6 @@ class Gradients:
             self._send(main_grads)
         gradient = self._added(main_grads, index, gradient)
         main_grads.norms.pop(index, None)
-        if self._synchronises:
-            main_grads.norms[index] = main_grads.norm(gradient)
         self._device.writes((gradient,), self._device.compute)
         main_grads.arrived[index] = gradient
         if len(main_grads.arrived) == len(main_grads.chunk.tensors):
@@ -173,7 +171,7 @@ class Gradients:
         for number in main_grads.pieces_of[index]:
             piece, key = main_grads.pieces[number], main_grads.key(number)
             (memory,) = staging.take(key, [main_grads.source(number)])
-            own = main_grads.in_piece(memory, piece, index)
+            own = main_grads.in_piece(memory, piece, [index])[index]
             if piece.elements is None:
                 gradient.add_(own)
             else:
@@ -207,6 +205,8 @@ class Gradients:
         if not gradients:
             return
         self.retire(IN_FLIGHT - 1)
+        if self._synchronises:
+            main_grads.take_norms(gradients)
         stream = self._device.offload
         stream.wait(self._device.compute.record())
         for index, gradient in gradients.items():

@@ -35,7 +35,7 @@ from ..types import Chunk
 from .device import Device, Event
 from .host_pool import HostPool
 from .ranks import Alone, Ranks
-from .staging import Source
+from .staging import Source, views_of
 
 MASTER_KEY = "master"
 """Key of the fp32 master weight beside the optimizer's own in a state dict."""
@@ -113,19 +113,16 @@ class HostTensors:
         first = self.within_chunk.start
         return slice(start - first, stop - first)
 
-    def in_piece(self, buffer: Tensor, piece: Piece, index: int) -> Tensor:
-        """The tensor of a parameter, or its elements, in a copy of a piece's bytes."""
-        spec = self._laid.tensors[index]
+    def in_piece(
+        self, buffer: Tensor, piece: Piece, indices: Sequence[int]
+    ) -> dict[int, Tensor]:
+        """Tensors of parameters, or elements of the only one, in a copy of a piece's bytes."""
+        laid = self._laid.tensors
         if piece.elements is not None:
-            return buffer.view(spec.dtype)
-        start = spec.offset - self._laid.tensors[piece.span.start].offset
-        return buffer[start : start + spec.nbytes].view(spec.dtype).view(spec.shape)
-
-    def within(self, buffer: Tensor, index: int) -> Tensor:
-        """The tensor of a parameter in a copy of `memory`."""
-        spec = self._laid.tensors[index]
-        start = spec.offset - self.within_chunk.start
-        return buffer[start : start + spec.nbytes].view(spec.dtype).view(spec.shape)
+            return {index: buffer.view(laid[index].dtype) for index in indices}
+        specs, first = [laid[index] for index in indices], laid[piece.span.start].offset
+        places = ((s.offset - first, s.shape, None, s.dtype) for s in specs)
+        return dict(zip(indices, views_of(buffer, places), strict=True))
 
 
 class MainGrads(HostTensors):
@@ -182,11 +179,21 @@ class MainGrads(HostTensors):
         self.unread.update(numbers)
         self.order = [*numbers, *(n for n in self.order if n not in numbers)]
 
-    def norm(self, gradient: Tensor) -> Tensor:
-        """The 2-norm of one gradient, by the kernel that the plain run takes."""
-        if self._norms_fp32 and gradient.dtype is not torch.float32:
-            return torch.linalg.vector_norm(gradient, dtype=torch.float32)
-        return torch.nn.utils.get_total_norm([gradient])
+    def take_norms(self, gradients: Mapping[int, Tensor]) -> None:
+        """Take the 2-norm of each gradient, by the kernel that the plain run takes."""
+        of_dtype: dict[torch.dtype, list[int]] = {}
+        for index, gradient in gradients.items():
+            of_dtype.setdefault(gradient.dtype, []).append(index)
+        for dtype, indices in of_dtype.items():
+            every = [gradients[index] for index in indices]
+            if self._norms_fp32 and dtype is not torch.float32:
+                norms = [
+                    torch.linalg.vector_norm(g, dtype=torch.float32) for g in every
+                ]
+            else:
+                # what `get_total_norm` calls
+                norms = [*torch._foreach_norm(every)]
+            self.norms.update(zip(indices, norms, strict=True))
 
     def replace(self, index: int, gradient: Tensor) -> None:
         """Overwrite the sum of a parameter."""

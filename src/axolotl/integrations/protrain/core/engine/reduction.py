@@ -82,10 +82,11 @@ class GradientReduction(Gradients):
 
     def begin_micro_batch(self, synchronises: bool) -> None:
         self._begin_anew()
-        super().begin_micro_batch(synchronises)
         if synchronises:
             # or a gradient would be added to less than there is
             self._send_all()
+        super().begin_micro_batch(synchronises)
+        if synchronises:
             self._due, self._ends, self._next = bool(self._hosts), False, 0
 
     def _begin_anew(self) -> None:
@@ -224,7 +225,7 @@ class GradientReduction(Gradients):
                 average = averages[index]
                 communicate.call(partial(self._ranks.reduce, average, rank), (average,))
                 if index in host.span:
-                    norm = partial(_take_norm, host.main_grads, index, average)
+                    norm = partial(host.main_grads.take_norms, {index: average})
                     communicate.call(norm, ())
         offload.wait(communicate.record())
         for index in host.span:
@@ -256,7 +257,3 @@ class GradientReduction(Gradients):
             self._let_go(earlier)
         self._device.writes(scaled, self._device.compute)
         return scaled
-
-
-def _take_norm(main_grads: MainGrads, index: int, average: Tensor) -> None:
-    main_grads.norms[index] = main_grads.norm(average)

@@ -62,6 +62,9 @@ class ChunkState(Enum):
     ON_DEVICE = "its slot holds it, and no block uses it"
     UPDATING = "a queued update is about to change the host copy"
 
+    # as itself: that of an enum is a function of Python, called ten times per block
+    __hash__ = object.__hash__
+
 
 TRANSITIONS = {
     ChunkState.ON_HOST: {ChunkState.FETCHING, ChunkState.UPDATING},

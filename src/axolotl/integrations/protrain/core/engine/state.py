@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from copy import copy
+from functools import cache
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ from ..errors import AccessError
 from ..layout import Piece, aligned
 from ..types import STATE_ALIGNMENT_BYTES
 from .host_pool import StateMemory
+from .staging import views_of
 
 Path = tuple[Any, ...]
 """A parameter's name, as itself it hashes slowly, then keys, indices and attributes that
@@ -56,11 +58,6 @@ class Place(NamedTuple):
         flat = torch.frombuffer(
             region.numpy(), dtype=self.dtype, count=numel, offset=self.offset
         )
-        return self.shaped(flat)
-
-    def shaped(self, memory: Tensor) -> Tensor:
-        """The tensor in memory of its own bytes."""
-        flat = memory.view(self.dtype)
         if self.stride is None:
             return flat.view(self.shape)
         return flat.as_strided(self.shape, self.stride)
@@ -80,6 +77,8 @@ def form_of(tensor: Tensor) -> Form:
     return tensor.shape, None if dense is None else dense.stride(), tensor.dtype
 
 
+_SIMPLE = frozenset({bool, int, float, str, type(None)})
+
 _OPAQUE = type, nn.Module, torch.optim.Optimizer, FunctionType, MethodType
 """Objects that are no state."""
 
@@ -94,6 +93,8 @@ def map_state(
     order of its structure; parameters stay themselves."""
     if type(value) is Tensor:
         return change(path, value)
+    if type(value) in _SIMPLE:
+        return value
     members, how = _members(value, within)
     if members is None:
         is_plain = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
@@ -120,7 +121,12 @@ def _members(
 ) -> tuple[Mapping[Any, Any] | None, Any]:
     """Return the members of a container of a state, None for anything else; and how a
     tensor is made of its members."""
-    if isinstance(value, nn.Parameter) or id(value) in within:
+    if id(value) in within:
+        return None, None
+    if type(value) is dict:
+        # most are: spares the questions that follow
+        return value, None
+    if isinstance(value, nn.Parameter):
         return None, None
     if isinstance(value, Tensor):
         if not hasattr(value, "__tensor_flatten__"):
@@ -148,7 +154,12 @@ def state_tensors(
         return {path: value} if is_plain else {}
     within, found = (*within, id(value)), dict[Path, Tensor]()
     for key, item in members.items():
-        found |= state_tensors(item, (*path, key), within)
+        # most are one of both
+        inside = (*path, key)
+        if type(item) is Tensor:
+            found[inside] = item
+        elif type(item) not in _SIMPLE:
+            found |= state_tensors(item, inside, within)
     return found
 
 
@@ -191,7 +202,7 @@ class OffloadedState:
         """Take over a state that was made or loaded elsewhere, except what `stays`; `again`
         where somebody has put other tensors. No copy may be in flight."""
         states = self._states()
-        every = self._tensors(states)
+        every = self._tensors(states, anew=True)
         stayed = self._staying if again else set()
         params = {name: param for param, name in self._names.items()}
         self._staying = {
@@ -251,11 +262,11 @@ class OffloadedState:
         """
         views = self._views(parts, piece) if parts else {}
         self._here = parts, views
-        shared, marks = self._shared(), dict[Path, Mark]()
+        marks, shared = dict[Path, Mark](), cache(self._shared)
 
         def here(path: Path, tensor: Tensor) -> Tensor:
             view = views.get(path)
-            if view is None and tensor.data_ptr() in shared:
+            if path not in self._marks and tensor.data_ptr() in shared():
                 return tensor
             marks[path] = id(tensor), tensor._version, tensor.data_ptr()
             if view is None:
@@ -346,13 +357,18 @@ class OffloadedState:
         states = vars(self._optimizer)["state"]
         return {param: states[param] for param in self._names if param in states}
 
-    def _tensors(self, states: Mapping[nn.Parameter, Any]) -> dict[Path, Tensor]:
-        """Tensors of states, without those that all parameters share."""
-        shared = self._shared()
+    def _tensors(
+        self, states: Mapping[nn.Parameter, Any], anew: bool = False
+    ) -> dict[Path, Tensor]:
+        """Tensors of states, without those that all parameters share; they are looked for
+        among tensors that have no place yet, or `anew` among all."""
         found: dict[Path, Tensor] = {}
         for param, state in states.items():
             found |= state_tensors(state, (self._names[param],))
-        return {path: t for path, t in found.items() if t.data_ptr() not in shared}
+        if anew or self._places.keys() | self._staying != found.keys():
+            shared = self._shared()
+            found = {p: t for p, t in found.items() if t.data_ptr() not in shared}
+        return found
 
     def _shared(self) -> set[int]:
         apart = {"state", "param_groups", "defaults"}
@@ -396,10 +412,8 @@ class OffloadedState:
     def _views(self, parts: Sequence[Tensor], piece: Piece) -> dict[Path, Tensor]:
         """Tensors in a copy of the bytes that `sources` names."""
         if piece.elements is None:
-            return {
-                path: place.shaped(parts[0][place.offset :][: place.nbytes])
-                for path, place in self._places.items()
-            }
+            views = views_of(parts[0], self._places.values())
+            return dict(zip(self._places, views, strict=True))
         return {
             path: part.view(place.dtype)
             if self._is_by_element(place)

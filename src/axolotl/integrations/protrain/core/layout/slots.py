@@ -102,6 +102,9 @@ class Direction(Enum):
     BACKWARD = "backward"
     INFERENCE = "forward, to be followed by another forward"
 
+    # as itself: that of an enum is a function of Python, called for each block
+    __hash__ = object.__hash__
+
 
 class Schedule:
     """Order of the paged chunks around each block.
