@@ -25,7 +25,8 @@ from hypothesis import given, strategies as st
 from simulated import DeferredDevice
 from test_failures import FaultyDevice
 
-from axolotl.integrations.protrain.core.errors import AccessError
+from axolotl.integrations.protrain.core.engine.staging import views_of
+from axolotl.integrations.protrain.core.errors import AccessError, LayoutError
 from axolotl.integrations.protrain.core.layout import build_layout, pieces
 from axolotl.integrations.protrain.core.types import Placement, Update
 
@@ -326,3 +327,32 @@ def test_a_state_that_somebody_holds(key: str, update: Update) -> None:
             for tensor in held:
                 tensor.fill_(1.0)
             session.settle()
+
+
+SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
+DTYPES = st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.float64])
+
+
+@given(st.lists(st.tuples(SHAPES, DTYPES), min_size=1, max_size=6), st.integers(0, 3))
+def test_views_are_the_bytes_at_their_places(
+    tensors: list[tuple[tuple[int, ...], torch.dtype]], skipped: int
+) -> None:
+    """Only this sees a view that goes on in the bytes of another tensor."""
+    places, end = [], 0
+    for shape, dtype in tensors:
+        places.append((end, shape, None, dtype))
+        stop = end + torch.Size(shape).numel() * dtype.itemsize
+        end = -(-stop // 16) * 16
+    every = torch.arange(skipped * 16 + end + 64).to(torch.uint8)
+    memory = every[skipped * 16 :][:stop]
+    for (start, shape, _, dtype), found in zip(
+        places, views_of(memory, places), strict=True
+    ):
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        assert found.shape == shape and found.is_contiguous()
+        own = found.reshape(-1).view(torch.uint8) if nbytes else memory[:0]
+        assert torch.equal(own, memory[start:][:nbytes])
+        assert not nbytes or found.data_ptr() == memory[start:].data_ptr()
+    if stop > places[-1][0]:
+        with pytest.raises(LayoutError, match="end later"):
+            views_of(memory[:-1], places)

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..errors import LayoutError
 from ..layout import aligned
 from ..types import IN_FLIGHT, Counters
 from .device import Device, Event
@@ -240,9 +241,13 @@ def views_of(
 
     Args:
         memory: uint8.
-        places: First byte, shape, stride, which is None in plain order, and dtype of each.
+        places: First byte, shape, stride, which is None in plain order, and dtype of each,
+            in the order of their bytes.
+
+    Raises:
+        LayoutError: The bytes end before the last tensor does.
     """
-    found, typed = [], dict[torch.dtype, Tensor]()
+    found, typed, end = [], dict[torch.dtype, Tensor](), 0
     for offset, shape, stride, dtype in places:
         own = typed.get(dtype)
         if own is None:
@@ -250,6 +255,10 @@ def views_of(
             own = typed[dtype] = memory[:whole].view(dtype)
         first = own.storage_offset() + offset // dtype.itemsize
         found.append(own.as_strided(shape, stride or _contiguous(*shape), first))
+        end = offset
+    if found and end + found[-1].nbytes > memory.numel():
+        # `as_strided` asks the whole allocation only, in which other bytes follow
+        raise LayoutError(f"{memory.numel()} bytes for tensors that end later")
     return found
 
 

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from ..errors import AccessError
 from ..layout import Piece, aligned
+from ..layout.tensors import NO_TENSORS
 from ..types import STATE_ALIGNMENT_BYTES
 from .host_pool import StateMemory
 from .staging import views_of
@@ -77,8 +78,6 @@ def form_of(tensor: Tensor) -> Form:
     return tensor.shape, None if dense is None else dense.stride(), tensor.dtype
 
 
-_SIMPLE = frozenset({bool, int, float, str, type(None)})
-
 _OPAQUE = type, nn.Module, torch.optim.Optimizer, FunctionType, MethodType
 """Objects that are no state."""
 
@@ -93,7 +92,7 @@ def map_state(
     order of its structure; parameters stay themselves."""
     if type(value) is Tensor:
         return change(path, value)
-    if type(value) in _SIMPLE:
+    if type(value) in NO_TENSORS:
         return value
     members, how = _members(value, within)
     if members is None:
@@ -158,7 +157,7 @@ def state_tensors(
         inside = (*path, key)
         if type(item) is Tensor:
             found[inside] = item
-        elif type(item) not in _SIMPLE:
+        elif type(item) not in NO_TENSORS:
             found |= state_tensors(item, inside, within)
     return found
 

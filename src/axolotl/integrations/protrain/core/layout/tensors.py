@@ -316,14 +316,15 @@ def placed_together(
     ]
 
 
-_NO_TENSORS = {int, float, bool, str, type(None)}
+NO_TENSORS = frozenset({int, float, bool, str, type(None)})
+"""Types of values in which nobody looks for tensors."""
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Every tensor in tuples, lists, mappings and dataclasses, in order."""
     if isinstance(value, Tensor):
         yield value
-    elif type(value) in _NO_TENSORS:
+    elif type(value) in NO_TENSORS:
         return
     elif isinstance(value, (tuple, list)):
         for item in value:
