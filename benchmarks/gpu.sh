@@ -55,14 +55,14 @@ if wanted runs; then
 fi
 if wanted exact; then
   # numbers do not depend on what else runs
-  for name in ${EXACT:-lora qlora full experts packed disk}; do
+  for name in ${EXACT:-lora qlora full experts packed disk fp16 grpo}; do
     (cd "$work" && part "exact-$name" 150 "$python" -m axolotl.integrations.protrain.cli \
       selftest "exact-$name.yaml" --steps 6 --keep "$work/exact-$name") &
   done
 fi
 if wanted paging; then
   part paging 150 "$python" -m pytest -q -n 4 --timeout 120 -p no:cacheprovider \
-    tests/cuda_emulation/test_paging.py -k "equal or smaller" &
+    tests/cuda_emulation/test_paging.py -k "equal or smaller or scaler or keys" &
 fi
 wait
 if wanted packed; then
@@ -82,7 +82,9 @@ if wanted runs; then
 fi
 if wanted compare; then
   part compare 200 "$python" benchmarks/compare.py --case lora-8b-1k \
-    --systems ours,plain_recompute,fsdp2 --minutes 3 --output "$folder"
+    --systems fsdp2,ours,plain_recompute --minutes 3 --output "$folder"
+  part compare-full 200 "$python" benchmarks/compare.py --case full-3b-1k \
+    --systems ours,fsdp2 --minutes 3 --label full --output "$folder"
   part compare-24gb 150 "$python" benchmarks/compare.py --case lora-8b-1k-fits \
     --systems ours,layer_offloading --minutes 2 --label 24gb --output "$folder"
 fi

@@ -118,6 +118,21 @@ LORA = {
 }
 KERNELS = {f"lora_{part}_kernel": True for part in ("mlp", "qkv", "o")}
 QLORA = {**LORA, "adapter": "qlora", "load_in_4bit": True}
+FP16 = {**LORA, "fp16": True, "bf16": False, "lora_dropout": 0.1}
+GRPO: dict[str, Any] = {
+    **LORA,
+    "rl": "grpo",
+    "datasets": [{"path": "rows.jsonl", "ds_type": "json", "type": "answers.rows"}],
+    "dataset_prepared_path": "prepared-rows",
+    "trl": {
+        "reward_funcs": ["answers.vowels"],
+        "num_generations": 4,
+        "max_completion_length": 64,
+        "beta": 0.1,
+    },
+    "remove_unused_columns": False,
+    "pad_to_sequence_len": False,
+}
 SHORT = {"sequence_len": 512, "micro_batch_size": 2, "gradient_accumulation_steps": 2}
 LONG = {"sequence_len": 2048, "micro_batch_size": 1, "gradient_accumulation_steps": 4}
 PACKED = {
@@ -141,6 +156,10 @@ def runs(tiny: bool, disk: Path) -> dict[str, dict[str, Any]]:
     else:
         short, long, kernels = SHORT, LONG, KERNELS
     full = {"optimizer": "adamw_torch"} if tiny else {}
+    # Axolotl's scores are a kernel of Triton
+    own = {"plugins": [PROTRAIN, "sampling_plugin.TorchScores"]}
+    trl = {"trl": GRPO["trl"] | {"max_completion_length": 6}}
+    scores = own | trl | kernels if tiny else kernels
 
     def mib(large: int, small: int) -> int:
         # a context of CUDA takes most of so small a budget
@@ -162,6 +181,12 @@ def runs(tiny: bool, disk: Path) -> dict[str, dict[str, Any]]:
             *("small", small, short, LORA, kernels),
             *(_knobs(2, 2, 0, 4), on_disk(150)),
         ),
+        # dropout is drawn again where a block recomputes
+        "exact-fp16": _run(
+            *("small", small, short, FP16, _knobs(2, 3, 2, 4)),
+            *((kernels,) if tiny else ()),
+        ),
+        "exact-grpo": _run("small", small, short, GRPO, scores, _knobs(0, 2, 0, 4)),
         "lora-8b-12gb": _run("8b", mib(12, 24), long, LORA, kernels),
         "lora-8b-12gb-disk": _run(
             "8b", mib(12, 24), long, LORA, kernels, on_disk(mib(8, 8))
@@ -219,6 +244,8 @@ def write_tokenizer_and_data(folder: Path) -> Any:
     rows = ["\n".join(texts[first : first + 120]) for first in range(0, 1200, 10)]
     lines = [json.dumps({"text": row}) + "\n" for row in rows if len(row) > 20_000]
     (folder / "data.jsonl").write_text("".join(lines))
+    asked = [json.dumps({"prompt": text[:60], "chosen": ""}) for text in texts[:64]]
+    (folder / "rows.jsonl").write_text("\n".join(asked))
     return tokenizer_of(texts[::4])
 
 
