@@ -1,4 +1,4 @@
-"""An Axolotl plugin that quantises experts, which Axolotl does on a GPU alone."""
+"""Axolotl plugins for experts: quantised as Axolotl does on a GPU alone, and all saved."""
 
 from __future__ import annotations
 
@@ -19,3 +19,11 @@ class ExpertsPlugin(BasePlugin):
                     replace_parameter_8bit(module, name)
                 elif param.ndim == 3:
                     replace_parameter_4bit(module, name, compress_statistics=True)
+
+
+class SavedExpertsPlugin(BasePlugin):
+    """transformers 5.16 saves the unpacked experts of an MXFP4 base all under one name, so
+    that one layer's are left."""
+
+    def post_model_load(self, cfg: Any, model: Any) -> None:
+        model._weight_conversions = None

@@ -132,6 +132,7 @@ _OTHERS = [
 MXFP4 = {"model_quantization_config": "Mxfp4Config", "attn_implementation": "eager"}
 UNPACKS = {"model_quantization_config_kwargs": {"dequantize": True}, "bf16": True}
 DEQUANTISED = MXFP4 | UNPACKS
+WITH_EXPERTS = {"plugins": [PROTRAIN, SEEDING, "experts_plugin.SavedExpertsPlugin"]}
 FP8 = UNPACKS | {
     "model_quantization_config": "FineGrainedFP8Config",
     "attn_implementation": "eager",
@@ -148,6 +149,7 @@ _OTHERS += [
                 "gpt_oss-mxfp4",
                 DEQUANTISED | keys,
                 plan=overrides(0, 2, 2),
+                plain=WITH_EXPERTS if column == "full" else {},
                 num_ranks=num_ranks,
             ),
         )
