@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Measures a card: equal numbers, predicted beside measured memory and time, then peers and
-# a profile. Writes a folder to open an issue with. On an H200 the first five parts take
-# 9 minutes, the last two 6.
+# a profile. Writes a folder to open an issue with. On an H200 `exact` took 3
+# minutes, a line of `runs` 1.5 to 2, one of `compare` 2 to 2.5.
 #   usage: benchmarks/gpu.sh [FOLDER] [PART ...]
 # Parts: exact paging packed doctor runs compare profile. PYTHON names the interpreter;
 # GPU_WORK a folder with 40 GB of room for models (memory is fastest); GPU_DISK a folder of
@@ -77,14 +77,14 @@ if wanted profile; then
 fi
 if wanted runs; then
   for name in ${RUNS:-lora-8b-12gb gpt-oss-20b-12gb lora-8b-12gb-disk qlora-8b-8gb full-3b-16gb}; do
-    part "$name" 110 bash -c "train $name"
+    part "$name" 160 bash -c "train $name"
   done
 fi
 if wanted compare; then
   part compare 200 "$python" benchmarks/compare.py --case lora-8b-1k \
     --systems fsdp2,ours,plain_recompute --minutes 3 --output "$folder"
   part compare-full 200 "$python" benchmarks/compare.py --case full-3b-1k \
-    --systems ours,fsdp2 --minutes 3 --label full --output "$folder"
+    --systems ours,fsdp2,plain_recompute --minutes 3 --label full --output "$folder"
   part compare-24gb 150 "$python" benchmarks/compare.py --case lora-8b-1k-fits \
     --systems ours,layer_offloading --minutes 2 --label 24gb --output "$folder"
 fi

@@ -156,6 +156,7 @@ def runs(tiny: bool, disk: Path) -> dict[str, dict[str, Any]]:
     else:
         short, long, kernels = SHORT, LONG, KERNELS
     full = {"optimizer": "adamw_torch"} if tiny else {}
+    fp16 = FP16 | kernels if tiny else FP16
     # Axolotl's scores are a kernel of Triton
     own = {"plugins": [PROTRAIN, "sampling_plugin.TorchScores"]}
     trl = {"trl": GRPO["trl"] | {"max_completion_length": 6}}
@@ -182,10 +183,7 @@ def runs(tiny: bool, disk: Path) -> dict[str, dict[str, Any]]:
             *(_knobs(2, 2, 0, 4), on_disk(150)),
         ),
         # dropout is drawn again where a block recomputes
-        "exact-fp16": _run(
-            *("small", small, short, FP16, _knobs(2, 3, 2, 4)),
-            *((kernels,) if tiny else ()),
-        ),
+        "exact-fp16": _run("small", small, short, fp16, _knobs(2, 3, 2, 4)),
         "exact-grpo": _run("small", small, short, GRPO, scores, _knobs(0, 2, 0, 4)),
         "lora-8b-12gb": _run("8b", mib(12, 24), long, LORA, kernels),
         "lora-8b-12gb-disk": _run(

@@ -43,7 +43,7 @@ MUTATED = (
     *(f"{PACKAGE}/{room}" for room in ("core", "plugin.py", "service/live.py")),
     # tests of the files beside core have helpers in this folder
     *("pyproject.toml", "tests/mutants.py", "tests/protrain/*.py"),
-    # cells of the matrix, of which one of them takes the keys of a base
+    # cells of the matrix: the tests that mutants are tried by train none
     *(":!tests/protrain/matrix*.py", ":!tests/protrain/experts_plugin.py"),
 )
 RESULT_WIDTH = 90
