@@ -98,7 +98,7 @@ gpu-rehearsal: test-cuda-device ## benchmarks/gpu.sh with small models on the em
 	@printf '#!/bin/bash\nexec bash %s/run.sh %s "$$@"\n' \
 		$(abspath tests/cuda_emulation/runtime) $(abspath $(CUDA_VENV)) > build/emulated
 	@chmod +x build/emulated && rm -rf build/gpu
-	@env PYTHON=$(abspath build/emulated) TINY=--tiny PATIENCE=8 EXACT="lora full disk fp16 grpo" \
+	@env PYTHON=$(abspath build/emulated) TINY=--tiny PATIENCE=8 EXACT="lora full disk" \
 		RUNS="lora-8b-12gb lora-8b-12gb-disk full-3b-16gb" FAKECUDA_POISON=0 \
 		FAKECUDA_RANDOM_COPY_US=0 FAKECUDA_RANDOM_WORK_US=0 \
 		GPU_WORK=$(abspath build/gpu-work) GPU_DISK=$(abspath build/gpu-disk) \

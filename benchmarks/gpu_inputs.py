@@ -156,11 +156,6 @@ def runs(tiny: bool, disk: Path) -> dict[str, dict[str, Any]]:
     else:
         short, long, kernels = SHORT, LONG, KERNELS
     full = {"optimizer": "adamw_torch"} if tiny else {}
-    fp16 = FP16 | kernels if tiny else FP16
-    # Axolotl's scores are a kernel of Triton
-    own = {"plugins": [PROTRAIN, "sampling_plugin.TorchScores"]}
-    trl = {"trl": GRPO["trl"] | {"max_completion_length": 6}}
-    scores = own | trl | kernels if tiny else kernels
 
     def mib(large: int, small: int) -> int:
         # a context of CUDA takes most of so small a budget
@@ -183,8 +178,8 @@ def runs(tiny: bool, disk: Path) -> dict[str, dict[str, Any]]:
             *(_knobs(2, 2, 0, 4), on_disk(150)),
         ),
         # dropout is drawn again where a block recomputes
-        "exact-fp16": _run("small", small, short, fp16, _knobs(2, 3, 2, 4)),
-        "exact-grpo": _run("small", small, short, GRPO, scores, _knobs(0, 2, 0, 4)),
+        "exact-fp16": _run("small", small, short, FP16, _knobs(2, 3, 2, 4)),
+        "exact-grpo": _run("small", small, short, GRPO, kernels, _knobs(0, 2, 0, 4)),
         "lora-8b-12gb": _run("8b", mib(12, 24), long, LORA, kernels),
         "lora-8b-12gb-disk": _run(
             "8b", mib(12, 24), long, LORA, kernels, on_disk(mib(8, 8))
