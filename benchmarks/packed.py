@@ -34,7 +34,7 @@ from axolotl.integrations.protrain.core.engine.device import (
 from axolotl.integrations.protrain.core.engine.host_pool import HostPool
 from axolotl.integrations.protrain.core.engine.slots import Slot, Transport
 from axolotl.integrations.protrain.core.layout import build_layout
-from axolotl.integrations.protrain.core.layout.moves import KERNEL_BYTES, moves_of
+from axolotl.integrations.protrain.core.layout.moves import MOVED_BYTES, moves_of
 from axolotl.integrations.protrain.core.layout.packed import (
     Packed,
     from_fp8,
@@ -189,7 +189,7 @@ def main() -> None:
         for name in CARDS:
             card = gpu_hardware(name, None, 64 << 30)
             link, bf16 = (n / 8 / card.fetch_bytes_s for n in (bits, 16))
-            unpack = KERNEL_BYTES / card.memory_bytes_s
+            unpack = MOVED_BYTES[weight.form.encoding] / card.memory_bytes_s
             print(f"  {name}: {max(link, unpack) / bf16:.2f} times bf16", end="")
             print(f" (link {link / bf16:.2f}, unpacking {unpack / bf16:.2f})")
 

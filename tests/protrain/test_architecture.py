@@ -95,10 +95,7 @@ def test_core_has_modules() -> None:
 def test_imports_of(module: Path) -> None:
     part = part_of(module)
     assert part in MAY_IMPORT, f"say in MAY_IMPORT what core/{part} may import"
-    # a GPU's compiler comes with torch's own wheel for it
-    on_a_gpu = {"triton"} if module.stem.startswith("packed") else set()
     libraries = LIBRARIES - ({"torch", "functorch"} if part in NO_TORCH else set())
-    libraries |= on_a_gpu
     for line, inside, path in imports(module):
         where = f"{module.relative_to(CORE)}:{line} imports {'.'.join(path)}"
         if inside:

@@ -35,7 +35,6 @@ from torch.optim.optimizer import (
 )
 
 from axolotl.integrations.protrain.core.engine.device import CpuDevice
-from axolotl.integrations.protrain.core.engine.full_params import MOMENTS
 from axolotl.integrations.protrain.core.engine.host_chunks import (
     GradPlaceholders,
     HostChunk,
@@ -58,6 +57,27 @@ PLANS: dict[str, dict[str, Any]] = {
     "weights stay": {"resident": (0, 2, 5), "inside": HOST_STATE},
     "all weights stay": {"resident": ALL, "inside": HOST_STATE, "outside": HOST_STATE},
 }
+
+MOMENTS = {
+    "event of a callback": "Shown: weights, gradients and state are true, writes count. On "
+    "several ranks state is refused outside of `gathered_state`.",
+    "hook of an optimizer's step": "Shown, before and after a step, global hooks too.",
+    "scheduler of somebody else's": "Shown while it is made and in its steps.",
+    "closure of a step": "Refused.",
+    "hook of an optimizer's state": "Refused where the host has state: those of "
+    "`state_dict` and `load_state_dict`.",
+    "hook of a tensor": "Sees and may change the gradient of a micro-batch, and sees its "
+    "block's weights, unless the tensor is what the block returns. A computation with "
+    "`.grad`, the sum so far, is refused.",
+    "hook of an accumulated gradient": "Refused, at opening or where it computes.",
+    "hook of a module, forward or backward": "Sees the weights of its block and those "
+    "outside of blocks. `full_params` is refused, and so is a write to a paged weight; "
+    "weights of other blocks are not there, which nobody notices.",
+    "any other code between passes": "Has to enter `full_params`. A write outside is an "
+    "error in the next pass, a read is not noticed.",
+}
+"""Moments at which code of users may run while weights, gradients or state are not true,
+and what it finds then; see Note [Who looks between two passes]."""
 
 Act = Callable[[Any], Any]
 

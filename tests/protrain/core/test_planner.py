@@ -6,27 +6,20 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
-from core_models import CPU, freeze, stack
 from hypothesis import assume, given, strategies as st
 from search_cases import ALMOST, PLENTY, Case, cases, few, missing
 
-from axolotl.integrations.protrain.args import FORCED, ProTrainArgs, args_from
+from axolotl.integrations.protrain.args import FORCED, ProTrainArgs
 from axolotl.integrations.protrain.core.errors import BudgetError, ConfigError
-from axolotl.integrations.protrain.core.layout import build_layout, find_blocks
 from axolotl.integrations.protrain.core.planner.cards import gpu_hardware
-from axolotl.integrations.protrain.core.planner.job import TracedJob, choose
+from axolotl.integrations.protrain.core.planner.job import choose
 from axolotl.integrations.protrain.core.planner.memory import MemoryModel
-from axolotl.integrations.protrain.core.planner.meta import meta_copy
 from axolotl.integrations.protrain.core.planner.planner import Forecast, Planner
 from axolotl.integrations.protrain.core.planner.search import ONLY_A
-from axolotl.integrations.protrain.core.planner.trace import trace_step
 from axolotl.integrations.protrain.core.sizes import format_bytes
-from axolotl.integrations.protrain.core.types import Budget, Knobs, Workload
+from axolotl.integrations.protrain.core.types import Budget, Knobs
 from axolotl.integrations.protrain.job import (
     choice_of,
-    larger_rows,
-    plan_for,
     uncomputed,
 )
 
@@ -248,49 +241,6 @@ class Keys(dict[str, Any]):
     """A YAML's keys as Axolotl hands them out."""
 
     __getattr__ = dict.get
-
-
-def test_larger_micro_batches_are_advised_where_they_are_predicted_to_gain() -> None:
-    """Only where compute waits for fetches, as many tokens a step, and where they fit."""
-    model = stack()
-    kept = freeze(model, ["norm"])
-    layout, meta = build_layout(model, kept), meta_copy(model)
-
-    def subject_for(cfg: Any) -> TracedJob:
-        tokens = torch.ones(cfg.micro_batch_size, 64, dtype=torch.long)
-        traced = trace_step(meta, find_blocks(meta), lambda: meta(tokens))
-        workload = Workload(cfg.gradient_accumulation_steps, tokens.numel())
-        return TracedJob(traced, layout, workload, None, frozenset(), 0, ())
-
-    def said(copies_s: float = 100.0, **keys: Any) -> list[str]:
-        knobs = {"n_persist": 0, "n_buffer": 2, "n_swap": 0, "n_checkpoint": 6}
-        cfg = Keys(micro_batch_size=1, gradient_accumulation_steps=8)
-        cfg |= {f"protrain_{knob}_override": n for knob, n in knobs.items()}
-        cfg |= {"protrain_capacity_bytes": PLENTY, **keys}
-        card = replace(
-            CPU,
-            flops_32=1e9,
-            memory_bytes_s=1e12,
-            adam_bytes_s=1e12,
-            fetch_bytes_s=1e9 / copies_s,
-            fetch_both_bytes_s=1e9 / copies_s,
-            device_bytes=PLENTY,
-            host_bytes=PLENTY,
-            overlaps=True,
-        )
-        forecast, _ = plan_for(args_from(cfg), subject_for(cfg), card)
-        limited.append(forecast.step.limiter)
-        peaks.append(forecast.device.peak_bytes)
-        return larger_rows(cfg, subject_for, card, {}, forecast)
-
-    limited: list[str] = []
-    peaks: list[int] = []
-    (line,) = said()
-    assert "micro_batch_size: 2, gradient_accumulation_steps: 4" in line
-    assert not said(protrain_capacity_bytes=peaks[0])
-    assert not said(gradient_accumulation_steps=7)
-    assert not said(copies_s=1e-6)
-    assert limited == ["fetch", "fetch", "fetch", "compute"]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timezone
 from functools import partial
@@ -21,13 +20,11 @@ from torch import Tensor, nn
 
 from .args import FORCED, ProTrainArgs, args_from, overrides
 from .core.engine.ranks import Ranks
-from .core.errors import BudgetError, ConfigError, TraceError
+from .core.errors import ConfigError, TraceError
 from .core.layout import has_vision_tower
 from .core.planner import job as core
-from .core.planner.demand import COMMUNICATE
 from .core.planner.emulation import outputs_as_fp32
 from .core.planner.job import Choice, Job, Seconds, TracedJob, loss_in
-from .core.planner.meta import meta_copy
 from .core.planner.optimizer_bytes import OptimizerBytes
 from .core.planner.planner import Forecast, Planner
 from .core.planner.search import MODES
@@ -35,7 +32,6 @@ from .core.planner.trace import TracedStep
 from .core.sizes import format_bytes
 from .core.types import (
     ALONE,
-    PAGING_GAIN,
     Hardware,
     Update,
     Workload,
@@ -45,7 +41,6 @@ from .offline.batches import sample_batch
 from .offline.fake_kernels import fake_kernels, make_experts_traceable
 from .offline.optimizer_state import optimizer_bytes
 from .refusals import HOST_OPTIMIZERS, LORA_KERNELS, refuse_quantised
-from .report.forecast import format_seconds
 
 if TYPE_CHECKING:
     from .generation import Asked
@@ -387,7 +382,6 @@ def _workload(
         accumulation=cfg.gradient_accumulation_steps or 1,
         tokens=batch_tokens(batch),
         fp32_master=args.protrain_fp32_master,
-        saves_state=args.protrain_save_optimizer_state and cfg.save_strategy != "no",
         update=Update.HOST if on_host else Update.DEVICE,
         host_can_update=not on_host and _is_adamw(cfg),
         **optimizer.in_workload,
@@ -482,7 +476,7 @@ def plan_here(
     """
     args, dtype = args_from(cfg), autocast_dtype(cfg)
 
-    def traced(cfg: Any, meta: nn.Module) -> TracedJob:
+    def traced(meta: nn.Module) -> TracedJob:
         subject = traced_job(
             cfg,
             meta,
@@ -501,19 +495,12 @@ def plan_here(
             outputs = copied(**batch)
         return loss_in(outputs if dtype is None else outputs_as_fp32(outputs))
 
-    def advice(machine: Hardware, measured: Seconds, planned: Forecast) -> list[str]:
-        lacking, mapped = uncomputed(cfg, machine), planned.workload.mapped_bytes
-
-        def other(cfg: Any) -> TracedJob:
-            return traced(cfg, meta_copy(model)).loaded_with(mapped)
-
-        larger = (
-            [] if objective else larger_rows(cfg, other, machine, measured, planned)
-        )
-        return ([lacking] if lacking else []) + larger
+    def advice(machine: Hardware) -> list[str]:
+        lacking = uncomputed(cfg, machine)
+        return [lacking] if lacking else []
 
     job = Job(
-        partial(traced, cfg),
+        traced,
         loss,
         choice_of(args),
         dtype,
@@ -527,45 +514,6 @@ def plan_here(
     )
     ranks.together(partial(refuse_quantised, model))
     return core.plan_here(job, model, device, ranks, absent)
-
-
-def larger_rows(
-    cfg: Any,
-    subject_for: Callable[[Any], TracedJob],
-    hardware: Hardware,
-    measured: Seconds,
-    forecast: Forecast,
-) -> list[str]:
-    """Say what fewer, larger micro-batches of a step would gain, where weights are
-    fetched for each of them and compute waits for that."""
-    rows, steps = cfg.micro_batch_size or 1, cfg.gradient_accumulation_steps or 1
-    waits = forecast.plan.paged and forecast.step.limiter in ("fetch", COMMUNICATE)
-    if not waits or steps % 2:
-        return []
-    keys = {"micro_batch_size": 2 * rows, "gradient_accumulation_steps": steps // 2}
-    other = type(cfg)({**cfg, **keys})
-    # of twice the rows
-    twice = {
-        block: replace(
-            s,
-            forward_s=2 * s.forward_s,
-            backward_s=2 * s.backward_s,
-            recompute_s=None if s.recompute_s is None else 2 * s.recompute_s,
-        )
-        for block, s in measured.items()
-    }
-    with suppress(BudgetError):
-        args, subject = args_from(other), subject_for(other)
-        step = plan_for(args, subject, hardware, twice)[0].step
-        if step.total_s < (1 - PAGING_GAIN) * forecast.step.total_s:
-            named = ", ".join(f"{key}: {value}" for key, value in keys.items())
-            return [
-                f"Compute waits for weights, which are fetched for each micro-batch. With "
-                f"{named} a step of as many tokens is predicted to take "
-                f"{format_seconds(step.total_s)} instead of "
-                f"{format_seconds(forecast.step.total_s)}."
-            ]
-    return []
 
 
 def without_gpu(cfg: Any, asks_fp16: bool) -> list[str]:

@@ -28,7 +28,6 @@ from ..core.engine.device import Device, open_device
 from ..core.engine.host_pool import host_buffer
 from ..core.errors import ConfigError
 from ..core.host import host_memory, memory_nodes, processors
-from ..core.layout.packed import why_no_kernels
 from ..core.planner.hardware import (
     device_name,
     has_one_memory,
@@ -88,7 +87,6 @@ def findings(device: torch.device, disk: Path | None = None) -> Iterator[Finding
         yield _disk_reads(disk)
     if device.type == "cuda":
         yield _overlap(open_device(device))
-        yield _unpacking(device)
     yield parity(device, rates)
 
 
@@ -193,13 +191,6 @@ def _disk_reads(folder: Path) -> Finding:
     return _judged(
         "disk reads", f"{rate / 1e9:.1f} GB/s in {folder}", rate >= LOW_READS, advice
     )
-
-
-def _unpacking(device: torch.device) -> Finding:
-    reason = why_no_kernels(device)
-    found = "by torch's operators" if reason else "by Triton's kernels, equal bits"
-    advice = f"{reason}; bases in MXFP4 or FP8 take several times as long"
-    return _judged("unpacking", found, not reason, advice)
 
 
 def _memory_nodes(device: torch.device) -> Finding:

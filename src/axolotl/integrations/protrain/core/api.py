@@ -476,7 +476,6 @@ class _Step:
             tokens=max(
                 (t.numel() for t in tensors if not t.is_floating_point()), default=0
             ),
-            saves_state=True,
             host_is_exact=device_type == "cpu"
             and type(optimizer) in (torch.optim.Adam, torch.optim.AdamW),
             **held.in_workload,

@@ -508,7 +508,6 @@ class Workload:
         accumulation: Micro-batches of an optimizer step.
         tokens: Tokens of a micro-batch, padding included.
         fp32_master: bf16 weights on the host are updated through fp32 masters.
-        saves_state: Checkpoints with optimizer state are written.
         state_bytes: Of each trained parameter the bytes of the tensors of its optimizer
             state, by its name; None for those of AdamW.
         managed_bytes: What of them lies in managed memory where a device updates it.
@@ -532,7 +531,6 @@ class Workload:
     accumulation: int = 1
     tokens: int = 0
     fp32_master: bool = False
-    saves_state: bool = False
     state_bytes: Mapping[str, tuple[int, ...]] | None = None
     managed_bytes: Mapping[str, int] = field(default_factory=dict)
     update_copies: float = 0.0

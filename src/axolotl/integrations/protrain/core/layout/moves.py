@@ -116,8 +116,6 @@ def moves_of(chunk: Chunk) -> Iterator[Move]:
 
 MOVED_BYTES = {Encoding.E2M1: 15, Encoding.E4M3: 19}
 """Bytes that operators read and write for each number that they unpack."""
-KERNEL_BYTES = 4
-"""Bytes of device memory for which a Triton kernel takes as long as for one number."""
 
 
 def num_pieces(chunk: Chunk) -> int:

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from importlib.util import find_spec
 from itertools import chain
 from math import prod
-from subprocess import CalledProcessError  # nosec B404 - of Triton, which starts a compiler
 from typing import Any
 
 import torch
@@ -111,76 +109,6 @@ def unpack(
     else:
         all_of_it, start = out.view(-1, columns), first
     rows = all_of_it[start : start + len(codes)]
-    if codes.is_cuda and not why_no_kernels(codes.device):
-        _by_kernel(form, codes, scales, rows, table)
-        return
-    _by_operators(form, codes, scales, rows, room, table)
-
-
-def _by_kernel(
-    form: Form, codes: Tensor, scales: Tensor, rows: Tensor, table: Tensor | None
-) -> None:
-    # without a GPU nobody needs Triton
-    from . import packed_kernels as kernels
-
-    if form.encoding is Encoding.E2M1:
-        pairs = table_of(rows.dtype).to(codes.device) if table is None else table
-        kernels.unpack_e2m1(codes, scales, pairs, rows)
-    else:
-        height = form.block[0] if len(scales) > 1 else len(rows)
-        bits = codes.view(torch.uint8)
-        kernels.unpack_e4m3(bits, scales, rows, (height, form.block[1]))
-
-
-@lru_cache(maxsize=None)
-def why_no_kernels(device: torch.device) -> str:
-    """Say why the weights of a CUDA device are unpacked by torch's operators; "" if they
-    are not: Triton is there and its kernels give the operators' bits for every code."""
-    if find_spec("triton") is None:
-        return "Triton is not installed"
-    from triton.errors import TritonError
-
-    try:
-        unequal = [n for n, form in _EVERY_CODE.items() if not _agree(form, device)]
-    except (TritonError, RuntimeError, AssertionError, CalledProcessError) as error:
-        # it compiles with the C compiler and the driver's library that it finds
-        return f"Triton: {str(error).splitlines()[0]}"
-    return f"Triton unpacks {' and '.join(unequal)} to other bits" if unequal else ""
-
-
-_EVERY_CODE = {
-    "MXFP4": Form(Encoding.E2M1, (1, 32)),
-    "FP8": Form(Encoding.E4M3, (1, 256)),
-}
-
-
-def _agree(form: Form, device: torch.device) -> bool:
-    """Compare kernel and operators on all codes, under each exponent or 256 factors."""
-    codes = torch.arange(256, dtype=torch.uint8, device=device).repeat(256, 1)
-    if form.encoding is Encoding.E2M1:
-        columns, exponents = 512, torch.arange(256, dtype=torch.uint8, device=device)
-        scales = exponents.unsqueeze(1).repeat(1, 16)
-    else:
-        columns, codes = 256, codes.view(torch.float8_e4m3fn)
-        scales = torch.logspace(-30, 36, 256, device=device).unsqueeze(1)
-    # stored across its rows, as experts are
-    own, wanted = (
-        torch.empty((columns, 256), dtype=torch.bfloat16, device=device).t()
-        for _ in range(2)
-    )
-    _by_kernel(form, codes, scales, own, None)
-    _by_operators(form, codes, scales, wanted, None, None)
-    return torch.equal(own.nan_to_num(), wanted.nan_to_num())
-
-
-def _by_operators(
-    form: Form,
-    codes: Tensor,
-    scales: Tensor,
-    rows: Tensor,
-    room: Tensor | None,
-    table: Tensor | None,
-) -> None:
     if room is None:
         nbytes = room_bytes(form, rows.numel(), rows.dtype)
         room = torch.empty(nbytes, dtype=torch.uint8, device=codes.device)

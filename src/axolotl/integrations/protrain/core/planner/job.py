@@ -143,7 +143,7 @@ class Job:
         hardware: Known already: nothing is measured then.
         learns: Whether earlier runs tell about the peak.
         same: Values that all ranks must have, by name.
-        advice: More to say of a forecast, from the machine and from measured seconds.
+        advice: More to say of a plan for a machine.
     """
 
     trace: Callable[[nn.Module], TracedJob]
@@ -157,7 +157,7 @@ class Job:
     hardware: Hardware | None = None
     learns: bool = False
     same: Mapping[str, Any] = field(default_factory=dict)
-    advice: Callable[[Hardware, Seconds, Forecast], Iterable[str]] = lambda *_: ()
+    advice: Callable[[Hardware], Iterable[str]] = lambda _: ()
 
 
 # tracing
@@ -443,7 +443,7 @@ def plan_here(
         def planned(machine: Hardware) -> Forecast:
             forecast, planner = plan_for(subject, machine, job.choice, measured)
             planners.append(planner)
-            notes.extend(job.advice(machine, measured, forecast))
+            notes.extend(job.advice(machine))
             notes.extend(about_memory(forecast))
             notes.extend(about_disk(forecast, job.choice.disk))
             return forecast
