@@ -270,7 +270,7 @@ def surface(model: nn.Module) -> list[Any]:
         [(name, id(p), p.requires_grad) for name, p in model.named_parameters()],
         [(name, b.shape) for name, b in model.named_buffers()],
         [(name, t.shape, t.dtype) for name, t in model.state_dict().items()],
-        # DESIGN.md, rule 10: a block's call
+        # DESIGN.md, rule 9: a block's call
         [
             sorted(set(vars(m)) - {"training", "_compiled_call_impl"})
             for m in model.modules()
