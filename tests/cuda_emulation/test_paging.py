@@ -20,6 +20,7 @@ from api_on_ranks import Loop, scaled
 from core_models import (
     ALL,
     HOST_STATE,
+    Stack,
     adamw,
     batches,
     freeze,
@@ -472,3 +473,30 @@ def test_a_scaler_finds_gradients_on_host_and_device(fused: bool, first: float) 
     assert ours == scaled(Loop(other, other, plain), data, scalers[1])
     theirs = other.state_dict()
     assert all(torch.equal(t, theirs[n].cpu()) for n, t in model.state_dict().items())
+
+
+class ByKeyword(Stack):
+    """A model that calls its blocks as vision towers of transformers do."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x=x)
+        return self.loss(x, tokens)
+
+
+@pytest.mark.parametrize("plan", ["recompute", "swap inputs"])
+def test_a_block_that_is_called_by_keyword_draws_its_dropout_again(plan: str) -> None:
+    """The CPU's random state is always replayed; only a card shows whether its own is."""
+    model = stack(dropout=0.3, **SIZES)
+    model.__class__ = ByKeyword
+    plain = twin(model).to(CUDA)
+    torch.cuda.manual_seed(3)
+    theirs = train(plain, adamw(plain), DATA, clip=1.0)
+    session = opened(model, **PLANS[plan])
+    torch.cuda.manual_seed(3)
+    try:
+        ours = train(model, session.wrap_optimizer(adamw(model)), DATA, session, 1.0)
+    finally:
+        session.close()
+    assert ours == theirs

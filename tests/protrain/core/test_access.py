@@ -613,6 +613,37 @@ def test_a_gradient_of_a_gradient_is_refused() -> None:
     session.close()
 
 
+def test_a_refused_write_leaves_the_others_counted() -> None:
+    """Only this sees slots that keep what they had before a write."""
+    model = stack()
+    plain = twin(model)
+    session = open_session(model)
+    with torch.no_grad():
+        model(batches(1)[0])
+        # one of those that the slots still have
+        with pytest.raises(AccessError, match="float64"), session.full_params():
+            model.layers[3].up.weight.data = model.layers[3].up.weight.double()
+            for layer in model.layers:
+                layer.down.weight.mul_(3)
+        for layer in plain.layers:
+            layer.down.weight.mul_(3)
+        assert model(batches(1)[0]).item() == plain(batches(1)[0]).item()
+    session.close()
+
+
+def test_gradients_of_a_pass_inside_are_numbers_where_all_blocks_stay() -> None:
+    model = stack()
+    plain = twin(model)
+    session = open_session(model, resident=ALL, outside=HOST_STATE)
+    wrapped(session)
+    with session.full_params():
+        for each in (model, plain):
+            each(batches(1)[0]).backward()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(ours.grad, theirs.grad)
+    session.close()
+
+
 def test_another_plan_while_something_is_shown() -> None:
     """What moves then is not where it was shown."""
     model = stack()

@@ -32,6 +32,7 @@ from core_models import (
 from torch import Tensor, nn
 
 from axolotl.integrations.protrain.core import Paged, gpu, page, plan
+from axolotl.integrations.protrain.core.engine.session import Session
 from axolotl.integrations.protrain.core.errors import (
     AccessError,
     BudgetError,
@@ -108,6 +109,31 @@ def test_frozen_weights_may_lie_on_a_disk(tmp_path: Path) -> None:
         ours = steps(model, optimizer, run.clip_grad_norm_, batches(3))
         assert run.measured().disk_bytes
     assert ours == steps(other, plain, plain_clip(other), batches(3))
+    assert_same(weights(model), weights(other))
+
+
+def test_host_memory_of_gradients_goes_with_the_end() -> None:
+    """Though its name lives on, as in a notebook, whose next `page` needs the room."""
+    model = stack()
+    optimizer = adamw(model)
+    with paged(model, optimizer) as run:
+        steps(model, optimizer, run.clip_grad_norm_, batches(2))
+        fetched = run.measured().fetched_bytes
+    gc.collect()
+    assert not any(isinstance(each, Session) for each in gc.get_objects())
+    assert run.measured().fetched_bytes >= fetched
+
+
+def test_a_default_device_changes_nothing() -> None:
+    model = stack()
+    other = twin(model)
+    optimizer, plain = adamw(model), adamw(other)
+    with torch.device("meta"):
+        run = paged(model, optimizer)
+    ours = steps(model, optimizer, run.clip_grad_norm_, batches(2))
+    with torch.device("meta"):
+        run.close()
+    assert ours == steps(other, plain, plain_clip(other), batches(2))
     assert_same(weights(model), weights(other))
 
 

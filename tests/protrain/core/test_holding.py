@@ -165,3 +165,19 @@ def test_no_room_to_hold_leaves_a_model_that_trains() -> None:
     data = [batches(2, seed) for seed in range(2)]
     assert train(model, optimizer, data, session) == train(plain, adamw(plain), data)
     session.close()
+
+
+def test_updates_of_a_forward_before_are_on_the_host_when_chunks_are_held() -> None:
+    """Only this sees a fetch into a slot of its own beside a copy home from another."""
+    model = stack()
+    plain = twin(model)
+    session = open_session(model, device=DeferredDevice())
+    data = [batches(1)]
+    losses = train(model, wrapped(session), data, session)
+    assert losses == train(plain, adamw(plain), data)
+    with torch.no_grad():
+        # updates are applied here
+        model(batches(1)[0])
+    with session.holding(session.plan.paged):
+        assert looked_at(model) == looked_at(plain)
+    session.close()

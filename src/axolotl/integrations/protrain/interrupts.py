@@ -37,8 +37,10 @@ class DeferredSignals:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        self._handlers = {n: signal.getsignal(n) for n in SIGNALS}
-        for number in SIGNALS:
+        found = {number: signal.getsignal(number) for number in SIGNALS}
+        # one that no Python has installed cannot be put back
+        self._handlers = {n: h for n, h in found.items() if h is not None}
+        for number in self._handlers:
             signal.signal(number, self._arrives)
         try:
             yield

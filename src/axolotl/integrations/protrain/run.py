@@ -247,6 +247,8 @@ class TrainingRun:
         After a failure the other ranks may never come to what ranks do together.
         """
         session, self.session = self.session, None
+        # it has the session, whose host memory goes with it
+        self._waves = None
         ranks, self.ranks = self.ranks, Alone()
         if failed:
             ranks = Alone()

@@ -241,8 +241,11 @@ class ProTrainTrainerMixin(_Mixed):
                 )
 
         if snapshot is not None:
-            self.protrain.saves.start(snapshot, final, rotate, meant)
-            self.protrain.saves.call_afterwards(said)
+            saves = self.protrain.saves
+            saves.start(snapshot, final, rotate, meant)
+            saves.call_afterwards(said)
+            # at the end the Trainer removes checkpoints too
+            saves.settle(blocks=self.control.should_training_stop)
             return
         said()
         if self.args.push_to_hub:

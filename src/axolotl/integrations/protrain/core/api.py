@@ -250,6 +250,7 @@ class Paged:
         self.model, self.forecast, self.notes = model, forecast, notes
         self._optimizer, self._ranks, self._undo = optimizer, ranks, ExitStack()
         self.module: nn.Module = model
+        self._measured: Measured | None = None
         opened = open_device(device)
         layout, plan = forecast.layout, forecast.plan
         self._session = session = Session(model, layout, plan, opened, options, ranks)
@@ -286,6 +287,7 @@ class Paged:
             waiting: dict[nn.Parameter, Tensor] = {}
             with ExitStack() as undo:
                 undo.callback(_set_gradients, waiting)
+                undo.callback(self._let_go)
                 if not failed:
                     undo.callback(self._ranks.close)
                 undo.callback(_move_state, self._optimizer)
@@ -293,6 +295,11 @@ class Paged:
                 if not failed:
                     # last: an error in it closes all the same
                     waiting.update(self._session.waiting_gradients())
+
+    def _let_go(self) -> None:
+        # host memory of gradients and masters goes with the session
+        self._measured = self._session.measured()
+        del self._session
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients of all parameters of the model, as `torch.nn.utils` does, and
@@ -385,7 +392,7 @@ class Paged:
 
     def measured(self) -> Measured:
         """Bytes moved, peaks and seconds waited so far."""
-        return self._session.measured()
+        return self._measured or self._session.measured()
 
     def watch(self) -> AbstractContextManager[object]:
         """Count device bytes exactly inside, a step for example: on the CPU device the

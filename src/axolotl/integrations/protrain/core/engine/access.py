@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
-import torch
 from torch import Tensor, nn
 
 from ..errors import AccessError
@@ -54,7 +53,7 @@ class StateAccess:
         step.device.synchronize()
         if not self.shows_writes:
             # else each writes pages of its own
-            step.ranks.node_sum(torch.zeros(1))
+            step.ranks.meet_on_node()
 
     def remember(self, names: Iterable[str]) -> None:
         """Remember parameters as they are bound now."""

@@ -547,7 +547,7 @@ class Updates:
                     grads.take_norms({index: gradient})
         if self._ranks.world.local_size == 1 or not known:
             return
-        of_others = torch.zeros(len(known), dtype=torch.float64)
+        of_others = torch.zeros(len(known), dtype=torch.float64, device="cpu")
         for number, (grads, index) in enumerate(known):
             if index in grads.norms:
                 of_others[number] = grads.norms[index]
@@ -634,8 +634,8 @@ def _clip(
 
 def _scales(clip: Clip | None) -> bool:
     """Return whether `clip_grads_with_norm_` changes anything, as it computes it."""
-    one = torch.ones(1)
-    one.grad = torch.ones(1)
+    one = torch.ones(1, device="cpu")
+    one.grad = torch.ones_like(one)
     if clip is not None:
         torch.nn.utils.clip_grads_with_norm_(one, *clip)
     return bool(one.grad != 1)

@@ -286,7 +286,7 @@ class CpuDevice(Device):
         return self._compute
 
     def allocate(self, nbytes: int) -> Tensor:
-        buffer = torch.empty(nbytes, dtype=torch.uint8)
+        buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         self.follow(buffer.untyped_storage())
         return buffer
 

@@ -77,7 +77,7 @@ class HostEmbedding(LookUp):
         self, embedding: nn.Module, table: Tensor, device: Device, counters: Counters
     ) -> None:
         self._table, self._device, self._counters = table, device, counters
-        self._room = torch.empty(0, dtype=torch.uint8)
+        self._room = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._copied: Event | None = None
         super().__init__(embedding)
 

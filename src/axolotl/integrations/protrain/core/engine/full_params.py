@@ -16,9 +16,8 @@ shown.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
-import torch
 from torch import nn
 from torch.utils import _python_dispatch
 
@@ -126,16 +125,22 @@ class FullParams:
         writes, self.shows_writes = self.shows_writes, False
         if writes:
             # nobody of the node looks any longer
-            step.ranks.node_sum(torch.zeros(1))
+            step.ranks.meet_on_node()
             for host in step.hosts:
                 host.grads.keep_replaced()
-        step.store.hide(shown, writes)
-        if writes:
-            # a placeholder is where its parameter is
-            for host in step.hosts:
-                host.grads.hide()
-            # each rank has taken its part of what all have written
-            step.ranks.node_sum(torch.zeros(1))
-            for host in step.hosts:
-                host.renew_masters(host.span)
-            step.slots.forget_all()
+        with ExitStack() as undo:
+            if writes:
+                # after a write that is refused too: others count
+                undo.callback(self._take_over)
+            step.store.hide(shown, writes)
+
+    def _take_over(self) -> None:
+        step = self._step
+        # a placeholder is where its parameter is
+        for host in step.hosts:
+            host.grads.hide()
+        # each rank has taken its part of what all have written
+        step.ranks.meet_on_node()
+        for host in step.hosts:
+            host.renew_masters(host.span)
+        step.slots.forget_all()

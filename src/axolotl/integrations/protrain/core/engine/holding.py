@@ -55,6 +55,8 @@ class Holding:
         self._full_params.hide()
         # what is bound there trains later
         normal = partial(torch.inference_mode, False)
+        # no other slot knows of weights that one has still to send to the host
+        step.device.synchronize()
         try:
             with normal():
                 step.slots.hold(chunks)

@@ -98,7 +98,7 @@ class HostTensors:
             if spec.numel
         }
         self.within_chunk = span_bytes(laid, span)
-        self.memory = torch.empty(0, dtype=torch.uint8)
+        self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         if laid.nbytes:
             self.memory = pool.chunk(laid.index)[self.within_chunk]
 

@@ -150,7 +150,9 @@ class HostPool:
             if self._mappings is None:
                 self._mappings = mappings()
             spans = spans_of(placed, self._disk, self._mappings)
-        if self._ranks.node_sum(torch.tensor([float(spans is None)])).item():
+        if self._ranks.node_sum(
+            torch.tensor([float(spans is None)], device="cpu")
+        ).item():
             return False
         assert spans is not None
         file = self.files[chunk.index] = BaseFiles(spans)
@@ -169,7 +171,7 @@ class HostPool:
         folder, size = self._disk, padded_bytes(chunk.in_pool, self._shards)
         staged = torch.frombuffer(memory, dtype=torch.uint8)
         # until all have filled their parts
-        self._ranks.node_sum(torch.zeros(1))
+        self._ranks.meet_on_node()
 
         def write() -> Path:
             path = store(folder, staged[:size])

@@ -130,7 +130,7 @@ class ShowingOptimizer(torch.optim.Optimizer):
         paged = self.session_step
         looks = paged.plan.mode != "A" and hooks_look(self)
         if paged.plan.mode != "A" and paged.ranks.world.size > 1:
-            on_any = torch.tensor([looks], dtype=torch.uint8)
+            on_any = torch.tensor([looks], dtype=torch.uint8, device="cpu")
             looks = bool(paged.ranks.maximum(on_any).any())
         with self.full_params.inside() if looks else nullcontext():
             return super().step(*args, **kwargs)

@@ -351,7 +351,11 @@ class ParamStore:
             tensor = binding.tensor
             home = homes[tensor.untyped_storage().data_ptr()].untyped_storage()
             where = tensor.storage_offset(), tensor.shape, tensor.stride()
-            binding.bind(torch.empty(0, dtype=tensor.dtype).set_(home, *where))
+            binding.bind(
+                torch.empty(0, dtype=tensor.dtype, device=home.device).set_(
+                    home, *where
+                )
+            )
         if self._held is not None:
             self._held.close()
 

@@ -95,7 +95,7 @@ class Ranks:
         Raises:
             ProTrainError: Some have not come in time, by their numbers.
         """
-        here = torch.zeros(1, dtype=torch.uint8)
+        here = torch.zeros(1, dtype=torch.uint8, device="cpu")
         others = [rank for rank in self._own_node if rank != self.rank]
         sent = [dist.isend(here, rank, group=self._passes) for rank in others]
         heard = {
@@ -126,6 +126,10 @@ class Ranks:
         """Sum over the ranks of the node, in place."""
         dist.all_reduce(values, group=self._node_host)
         return values
+
+    def meet_on_node(self) -> None:
+        """Return once all ranks of the node are here."""
+        self.node_sum(torch.zeros(1, device="cpu"))
 
     def maximum(self, values: Tensor) -> Tensor:
         """Maximum over all ranks, in place."""
@@ -222,6 +226,9 @@ class Alone(Ranks):
         return values
 
     maximum = node_sum
+
+    def meet_on_node(self) -> None:
+        """Nobody else is on its way."""
 
     def collect(self, value: Any) -> list[Any]:
         return [value]

@@ -29,6 +29,7 @@ class Recompute(AroundCall):
     Args:
         block: The module.
         index: Its number.
+        device: Computes.
         swap: Sends its inputs to the host; None keeps them as they are.
     """
 
@@ -36,9 +37,11 @@ class Recompute(AroundCall):
         self,
         block: nn.Module,
         index: int,
+        device: torch.device,
         swap: Swap | None = None,
     ) -> None:
         self._index, self._swap = index, swap
+        self._on_device = torch.empty(0, device=device)
         self._buffers = _Buffers(block)
         super().__init__(block)
 
@@ -55,12 +58,18 @@ class Recompute(AroundCall):
         if self._swap is not None:
             with self._swap.saving(self._index):
                 saved = _SavedArguments(args)
-            run, args = partial(saved.passed_to, run), (saved.on_device,)
+            run, args = partial(saved.passed_to, run), ()
+        run = partial(_without_first, run)
         try:
-            return checkpoint(run, *args, use_reentrant=False)
+            # torch replays random numbers of devices of which a positional argument is
+            return checkpoint(run, self._on_device, *args, use_reentrant=False)
         except BaseException as error:
             _end_checkpoint(error)
             raise
+
+
+def _without_first(run: Callable[..., Any], _on_device: Tensor, *args: Any) -> Any:
+    return run(*args)
 
 
 def _end_checkpoint(error: BaseException) -> None:
@@ -136,22 +145,17 @@ class _Buffers:
 
 
 class _SavedArguments:
-    """A block's positional arguments, its tensors saved as a node of the graph does.
-
-    Attributes:
-        on_device: Empty; tells torch whose random state to replay.
-    """
+    """A block's positional arguments, its tensors saved as a node of the graph does."""
 
     def __init__(self, args: tuple[Any, ...]) -> None:
         self._given: tuple[Any, ...] | None = args
         tensors = [value for value in args if isinstance(value, Tensor)]
         self._others = [None if isinstance(v, Tensor) else (v,) for v in args]
-        self.on_device = tensors[0].new_empty(0) if tensors else torch.empty(0)
         anchor = torch.empty(0, requires_grad=True)
         # kept, as up to torch 2.11 a node lets go of what it saved with its output
         self._output: Any = _Save.apply(anchor, *tensors)
 
-    def passed_to(self, run: Callable[..., Any], _on_device: Tensor) -> Any:
+    def passed_to(self, run: Callable[..., Any]) -> Any:
         """Run with the arguments, in the forward those that were given."""
         given, self._given = self._given, None
         if given is None:

@@ -138,7 +138,9 @@ class RecordedStep:
                 for param in params:
                     self._groups_of[param].append(number)
             every = []
-        self._absent = {param: nn.Parameter(torch.empty(0)) for param in every}
+        self._absent = {
+            param: nn.Parameter(torch.empty(0, device="cpu")) for param in every
+        }
         states = states_of(plain)
         self._marks = {
             self._absent[p]: non_tensor_state(states.get(p, {})) for p in every

@@ -132,7 +132,7 @@ class GradientReduction(Gradients):
         if not reduces:
             return
         width = max(len(host.params) for host in self._hosts)
-        flags = torch.zeros(len(self._hosts), width, dtype=torch.uint8)
+        flags = torch.zeros(len(self._hosts), width, dtype=torch.uint8, device="cpu")
         for row, host, used in zip(flags, self._hosts, self._used, strict=True):
             # not what somebody has set to None since
             row[[i for i in used if host.params[i].grad is not None]] = 1
@@ -171,10 +171,12 @@ class GradientReduction(Gradients):
             if self._number[host] < self._next or index in host.main_grads.arrived:
                 name = host.chunk.tensors[index].name
                 raise AccessError(
-                    f"{name}: a second backward pass in the last micro-batch of a step "
-                    "has reached this weight, whose gradient is on its way to the other "
-                    "ranks. On several ranks each call of training_step may run one: "
-                    "add the losses up, use gradient_accumulation_steps, or set "
+                    f"{name}: a gradient came in the last micro-batch of a step when "
+                    "that of this weight was on its way to the other ranks: in a second "
+                    "backward pass, or from blocks that ran twice or in another order "
+                    "than planned. On several ranks each call of training_step may run "
+                    "one backward through each block, in its order: add the losses up, "
+                    "use gradient_accumulation_steps, or set "
                     "protrain_force_all_persistent: true."
                 )
             if host.earlier is not None:

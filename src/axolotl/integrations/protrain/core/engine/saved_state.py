@@ -93,7 +93,7 @@ class SavedState:
                 states.pop(param, None)
             states.update(before)
             # nobody changes what the first one reads
-            self._ranks.node_sum(torch.zeros(1))
+            self._ranks.meet_on_node()
 
     @contextmanager
     def loading(self) -> Iterator[None]:
@@ -166,7 +166,7 @@ class SavedState:
             own, index = self._with_master(param)
             if own is not None and index in own.params:
                 own.host.load_master(index, master)
-        self._ranks.node_sum(torch.zeros(1))
+        self._ranks.meet_on_node()
 
     def close(self) -> None:
         """Let go of all memory; no copy may be in flight."""

@@ -26,7 +26,7 @@ def finds_all_gradients(scaler: Any, session: Session) -> Iterator[None]:
         optimizer: torch.optim.Optimizer, inv_scale: Tensor, found: Tensor, *rest: Any
     ) -> dict[torch.device, Tensor]:
         params = (p for group in optimizer.param_groups for p in group["params"])
-        if not any(isinstance(param.grad, OffloadedGrad) for param in params):
+        if not any(_is_away(param.grad, found.device) for param in params):
             return plain(optimizer, inv_scale, found, *rest)
         with session.full_params():
             # torch does not wait for its own copies of both to the host before it reads them
@@ -37,3 +37,10 @@ def finds_all_gradients(scaler: Any, session: Session) -> Iterator[None]:
 
     with patch.object(scaler, "_unscale_grads_", unscale):
         yield
+
+
+def _is_away(gradient: Tensor | None, device: torch.device) -> bool:
+    """Tell whether the host has it, which `full_params` may show."""
+    if gradient is None:
+        return False
+    return isinstance(gradient, OffloadedGrad) or gradient.device != device

@@ -483,11 +483,7 @@ class Session:
             # what follows the blocks is often the peak of a step
             settle = blocks[-1].register_forward_hook(Hook(lambda *_: swap.settle()))
             step.handles += [swap, settle]
-        needs_step = (
-            bool(self.plan.paged)
-            or any(host.chunk.block is not None for host in step.hosts)
-            or swap is not None
-        )
+        needs_step = bool(self.plan.paged) or bool(step.hosts) or swap is not None
         for index, block in enumerate(blocks):
             policy = policies[index]
             swaps = swap if policy.swaps else None
@@ -498,7 +494,9 @@ class Session:
                 step.handles += announce_copies(block, self._access), around
             if policy.recomputes:
                 # around the block's own, which a recomputation calls again
-                step.handles.append(Recompute(block, index, swaps))
+                step.handles.append(
+                    Recompute(block, index, self.device.torch_device, swaps)
+                )
         # before buffers are taken, which may fail
         step.gradients.attach(step.hosts)
         step.handles += (GradientHooks(host, step) for host in step.hosts)

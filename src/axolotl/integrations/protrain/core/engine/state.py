@@ -55,7 +55,7 @@ class Place(NamedTuple):
         """The tensor with a storage of its own: `torch.save` writes whole storages."""
         numel = self.shape.numel()
         if not numel:
-            return torch.empty(self.shape, dtype=self.dtype)
+            return torch.empty(self.shape, dtype=self.dtype, device="cpu")
         flat = torch.frombuffer(
             region.numpy(), dtype=self.dtype, count=numel, offset=self.offset
         )
@@ -194,7 +194,7 @@ class OffloadedState:
         self._left: list[Tensor] = []
         # of the update that is being made, and what they are views of
         self._here: tuple[Sequence[Tensor], dict[Path, Tensor]] = (), {}
-        self.region = torch.empty(0, dtype=torch.uint8)
+        self.region = torch.empty(0, dtype=torch.uint8, device="cpu")
         """uint8; all that travels, tensors `STATE_ALIGNMENT_BYTES` apart."""
 
     def adopt(self, stays: Callable[[nn.Parameter, Path], bool], again: bool) -> None:
@@ -342,7 +342,7 @@ class OffloadedState:
         self._left.append(self.region)
         self._places, self._on_host, self._recorded = {}, {}, {}
         self._here = (), {}
-        self.region = torch.empty(0, dtype=torch.uint8)
+        self.region = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._release_left()
 
     def _release_left(self) -> None:
@@ -428,7 +428,7 @@ class OffloadedState:
             end = aligned(end + place.nbytes, STATE_ALIGNMENT_BYTES)
         self._places = places
         self._left.append(self.region)
-        self.region = torch.empty(0, dtype=torch.uint8)
+        self.region = torch.empty(0, dtype=torch.uint8, device="cpu")
         # updates are made in an evaluation, too
         with torch.inference_mode(False):
             if end:

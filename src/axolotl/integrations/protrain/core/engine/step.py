@@ -298,7 +298,7 @@ class DueUpdates:
         self._updates.scale()
         self._updates.scale_used()
         # what other ranks have scaled is read next
-        self._ranks.node_sum(torch.zeros(1))
+        self._ranks.meet_on_node()
 
     def take_gradients_back(self) -> None:
         """Return once gradients are in host memory, those that somebody has set too."""

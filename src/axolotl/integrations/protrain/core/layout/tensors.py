@@ -165,7 +165,9 @@ def model_bindings(model: nn.Module) -> dict[str, Binding]:
                 places.setdefault(packed[id(param)], []).append((module, key))
     for name, registered in places.items():
         # nobody asks for values before it is bound
-        none = torch.empty((), dtype=named[name].dtype).expand(named[name].shape)
+        none = torch.empty((), dtype=named[name].dtype, device="cpu").expand(
+            named[name].shape
+        )
         plain: Any = nn.Parameter(none, requires_grad=False)
         plain.form = form_of(named[name])
         found[name] = PackedBinding(name, plain, "data", tuple(registered))
