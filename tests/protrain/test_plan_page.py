@@ -198,6 +198,7 @@ def forecast(
             "n_checkpoint": policies.count("recompute"),
             "mode": "B",
             "num_ranks": 2,
+            "num_nodes": 1,
             "resident_chunks": resident,
             "num_chunks": num_blocks,
             "num_blocks": num_blocks,
@@ -205,6 +206,7 @@ def forecast(
             "origin": "search",
             "update": "device",
             "adapters": "host-state",
+            "placements": ["paged"] * num_blocks,
         }
         if fits
         else None,
@@ -722,6 +724,59 @@ def test_report_has_predicted_beside_measured(tmp_path: Path) -> None:
     assert f"{rate:,.0f}" in root.all(style="big")[0].text
     with pytest.raises(ConfigError, match="no report of a finished run"):
         read_reports([tmp_path])
+
+
+@pytest.mark.parametrize(("losses", "ends"), [([2.5, 2.0], 1), ([2.5], 0), ([], 0)])
+def test_the_page_counts_losses_that_are_no_number(
+    losses: list[float], ends: int
+) -> None:
+    """Only this sees a line that goes on as if there had been no NaN."""
+    report = finished(1.0)
+    numbers = [*losses, float("nan"), float("inf")]
+    report["losses"] = [[step, loss] for step, loss in enumerate(numbers, start=1)]
+    drawn = figure(Tree(report_page({"run": report})).root, "Loss")
+    assert "Steps that are no number: 2." in drawn.text
+    assert len(drawn.all("polyline")) == ends
+    speeds = figure(Tree(report_page({"run": report})).root, "Tokens per second")
+    assert "no number" not in speeds.text
+
+
+def test_the_page_says_on_how_many_nodes() -> None:
+    card = forecast()
+    assert "on one node" in page_of(card).text
+    card["plan"] |= {"num_ranks": 16, "num_nodes": 2}
+    assert "on 2 nodes" in page_of(card).text
+
+
+def test_the_page_says_who_answers() -> None:
+    """Only this sees a page without what the text says of answers."""
+    generation = {
+        "sequences": 8,
+        "prompt_tokens": 100,
+        "new_tokens": 200,
+        "every_steps": 4,
+        "at_once": 4,
+        "waves": 2,
+        "held": [3],
+        "cache_bytes": GIB,
+        "host_cache_bytes": 0,
+        "prefill_s": 0.5,
+        "token_s": 0.25,
+        "total_s": 9.0,
+        "tokens_per_s": 150.0,
+    }
+    served = {
+        "every_steps": 1,
+        "sent_bytes": 3 * GIB,
+        "visiting_bytes": GIB,
+        "copies_s": 2.0,
+    }
+    shown = forecast() | {"generation": generation, "served": served}
+    text = page_of(shown).text
+    assert "Answers: 8 sequences in 2 waves of 4" in text
+    assert "3.00 GiB of weights go there every step" in text
+    neither = forecast() | {"generation": None, "served": None}
+    assert "Answers" not in page_of(neither).text
 
 
 OTHER = "no report of a finished run"

@@ -184,6 +184,7 @@ COUNTING = "counting_plugin.CountingPlugin"
 # the third step is the first one to which optimizer state comes back
 COUNTED = {"plugins": [*BASE["plugins"], COUNTING], "max_steps": 3}
 QLORA = {**LORA, "adapter": "qlora", "load_in_4bit": True}
+A_STEP = {"fetched bytes a step", "waits of compute, seconds a step"}
 HALF = overrides(NUM_BLOCKS // 2, 2, NUM_BLOCKS // 2)
 PAGED = overrides(0, 2)
 RECOMPUTED = overrides(0, 2, NUM_BLOCKS)
@@ -269,6 +270,9 @@ def test_the_report_predicts_what_is_counted(
     compared = result.report["compared"]
     for name in ("host arena", "host gradients, masters and moments"):
         assert compared[name]["measured"] == compared[name]["predicted"], name
+    # counters hold what evaluations and answers moved too
+    others = any(key in trained.yaml for key in ("eval_steps", '"grpo"'))
+    assert others == compared.keys().isdisjoint(A_STEP)
 
 
 @pytest.mark.parametrize(
@@ -294,3 +298,4 @@ def test_an_evaluation_fits_where_it_was_predicted(
     seen = result.report["compared"]["evaluation peak bytes"]
     assert seen["predicted"] == predicted
     assert 0.95 * counted <= seen["measured"] <= counted
+    assert result.report["compared"].keys().isdisjoint(A_STEP)

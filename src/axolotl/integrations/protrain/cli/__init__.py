@@ -94,7 +94,11 @@ class _AnswerCommand(_Command):
 @protrain.command("selftest", cls=_Command)
 @click.argument("config", type=click.Path(path_type=Path))
 @click.option(
-    "--steps", default=4, show_default=True, help="Optimizer steps of each run."
+    "--steps",
+    type=click.IntRange(min=1),
+    default=4,
+    show_default=True,
+    help="Optimizer steps of each run.",
 )
 @click.option(
     "--keep",

@@ -35,7 +35,8 @@ _DROPPED = frozenset(
     "hub_model_id load_best_model_at_end resume_from_checkpoint save_steps "
     "saves_per_epoch".split()
 )
-_DROPPED_PREFIXES = ("wandb_", "mlflow_", "comet_", "swanlab_", "trackio_")
+_TRACKERS = "comet mlflow otel swanlab trackio wandb".split()
+_DROPPED_PREFIXES = tuple(p for who in _TRACKERS for p in (f"{who}_", f"use_{who}"))
 
 
 class SelfTestPlugin(BasePlugin):
@@ -45,7 +46,9 @@ class SelfTestPlugin(BasePlugin):
         torch.manual_seed(cfg.seed)
 
     def get_training_args(self, cfg: Any) -> dict[str, Any]:
-        return {} if torch.cuda.is_available() else {"use_cpu": True}
+        # the filter would log a loss that is no number as 0
+        args = {"logging_nan_inf_filter": False}
+        return args if torch.cuda.is_available() else {**args, "use_cpu": True}
 
     def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[Any]:
         return [_WriteLog()]
@@ -62,36 +65,51 @@ class Verdict:
 
     Attributes:
         relative: By logged number, over all `steps`; `weights` over all `tensors`.
+        unknown: Of those, how many are no numbers in both runs.
         differing: Names of saved tensors that are not equal.
         tolerance: Largest relative difference that passes.
+        pages: Whether some weights were on the host.
     """
 
     relative: Mapping[str, float]
+    unknown: Mapping[str, int]
     steps: int
     differing: tuple[str, ...]
     tensors: int
     tolerance: float
+    pages: bool
 
     @property
     def passed(self) -> bool:
-        compared_something = self.steps > 0 and self.tensors > 0
+        compared_something = self.tensors > 0 and self.unknown["grad_norm"] < self.steps
         return compared_something and all(
             value <= self.tolerance for value in self.relative.values()
         )
 
     def text(self) -> str:
-        lines = [
-            f"{key:14} {'equal' if value == 0 else f'relative difference {value:.2e}'}"
-            for key, value in self.relative.items()
-        ]
+        lines = []
+        for key, value in self.relative.items():
+            said = "equal" if value == 0 else f"relative difference {value:.2e}"
+            of = f"{self.steps} steps" if key in COMPARED else f"{self.tensors} tensors"
+            if number := self.unknown[key]:
+                said += f", no number in {number} of {of} of both runs"
+            lines.append(f"{key:14} {said}")
         equal = self.tensors - len(self.differing)
         lines.append(f"{'':14} {equal} of {self.tensors} tensors bit-equal")
         if self.differing:
             lines.append(f"{'':14} first to differ: {self.differing[0]}")
         allowed = f"{self.tolerance:.0e}" if self.tolerance else "none"
         verdict = "PASSED" if self.passed else "FAILED"
-        lines.append(f"{verdict}: {self.steps} steps, difference allowed: {allowed}")
-        return "\n".join(lines)
+        last = [f"{verdict}: {self.steps} steps, difference allowed: {allowed}"]
+        if self.unknown["loss"]:
+            last.append("losses are no numbers in both runs")
+        elif self.unknown["grad_norm"] == self.steps:
+            last.append("no step has a gradient norm: nothing was compared")
+        if not self.pages:
+            last.append(
+                "no weights were paged: lower protrain_capacity_bytes to test paging"
+            )
+        return "\n".join([*lines, "; ".join(last)])
 
 
 def run_selftest(
@@ -150,17 +168,26 @@ def compare(paged: Path, plain: Path, tolerance: float) -> Verdict:
         )
     steps = list(zip(*logs, strict=True))
     relative = {
-        key: max((_relative(a[key], b[key]) for a, b in steps), default=0.0)
+        key: max((_relative(key, a[key], b[key]) for a, b in steps), default=0.0)
+        for key in COMPARED
+    }
+    unknown = {
+        key: sum(not (math.isfinite(a[key]) or math.isfinite(b[key])) for a, b in steps)
         for key in COMPARED
     }
     ours, theirs = _tensors(paged), _tensors(plain)
-    distances = {
-        name: _distance(name, ours.get(name), theirs.get(name))
-        for name in sorted({*ours, *theirs})
-    }
-    relative["weights"] = max(distances.values(), default=0.0)
-    differing = tuple(name for name, value in distances.items() if value > 0)
-    return Verdict(relative, len(steps), differing, len(distances), tolerance)
+    names = sorted({*ours, *theirs})
+    pairs = ((_tensor(name, ours), _tensor(name, theirs)) for name in names)
+    distances = [_distance(mine, plain) for mine, plain in pairs]
+    unknown["weights"] = sum(map(math.isnan, distances))
+    # a NaN must not pass as small
+    distances = [math.inf if math.isnan(value) else value for value in distances]
+    relative["weights"] = max(distances, default=0.0)
+    differing = tuple(n for n, value in zip(names, distances, strict=True) if value)
+    pages = _report(paged)["plan"]["mode"] != "A"
+    return Verdict(
+        relative, unknown, len(steps), differing, len(names), tolerance, pages
+    )
 
 
 def _check_testable(config: Path, keys: Mapping[str, Any]) -> None:
@@ -199,7 +226,7 @@ def _tolerance(raw: Mapping[str, Any], paged: Path) -> float:
     None where the same device updates: only `protrain_cpu_optimizer` of a GPU lets
     another one do it, which rounds apart by a few bits of the trained weights' dtype.
     """
-    report = json.loads((paged / "protrain" / "report.json").read_text())
+    report = _report(paged)
     trains_on_host = report["measured"]["offloaded_bytes"] > 0
     by_host = trains_on_host and raw.get("protrain_cpu_optimizer") is not None
     if report["device"] == "cpu" or not by_host:
@@ -207,12 +234,17 @@ def _tolerance(raw: Mapping[str, Any], paged: Path) -> float:
     return 1e-6 if raw.get("bf16") is False else 2.0**-7
 
 
-def _relative(ours: float, theirs: float) -> float:
-    # an overflow under fp16 has no norm in either run
-    if ours == theirs or (math.isnan(ours) and math.isnan(theirs)):
+def _report(run: Path) -> dict[str, Any]:
+    return json.loads((run / "protrain" / "report.json").read_text())
+
+
+def _relative(key: str, ours: float, theirs: float) -> float:
+    same = ours == theirs or (math.isnan(ours) and math.isnan(theirs))
+    # an overflow under fp16 has no norm in either run; a loss always is a number
+    if same and (math.isfinite(ours) or key == "grad_norm"):
         return 0.0
     difference = abs(ours - theirs) / max(abs(ours), abs(theirs))
-    # a NaN on one side only must not pass as small
+    # a NaN must not pass as small
     return math.inf if math.isnan(difference) else difference
 
 
@@ -224,15 +256,23 @@ def _tensors(folder: Path) -> dict[str, Path]:
     return names
 
 
-def _distance(name: str, ours: Path | None, theirs: Path | None) -> float:
-    """Norm of the difference over the norm; infinite for a tensor on one side only."""
+def _tensor(name: str, files: Mapping[str, Path]) -> torch.Tensor | None:
+    if name not in files:
+        return None
+    with safe_open(files[name], framework="pt") as tensors:
+        return tensors.get_tensor(name)
+
+
+def _distance(ours: torch.Tensor | None, theirs: torch.Tensor | None) -> float:
+    """Norm of the difference over the norm; infinite for a tensor that one side lacks,
+    NaN where both have NaN."""
     if ours is None or theirs is None:
         return math.inf
-    with safe_open(ours, framework="pt") as a, safe_open(theirs, framework="pt") as b:
-        mine, plain = a.get_tensor(name), b.get_tensor(name)
-    if mine.shape != plain.shape or mine.dtype != plain.dtype:
+    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         return math.inf
-    if torch.equal(mine, plain):
+    if torch.equal(ours, theirs):
         return 0.0
-    distance = (mine.double() - plain.double()).norm() / plain.double().norm()
-    return float(distance.nan_to_num(nan=math.inf))
+    mine, plain = ours.double(), theirs.double()
+    if mine.isnan().any() and plain.isnan().any():
+        return math.nan
+    return float(((mine - plain).norm() / plain.norm()).nan_to_num(nan=math.inf))

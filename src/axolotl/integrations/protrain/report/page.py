@@ -98,8 +98,9 @@ _POLICY_LETTERS = {"keep": "K", "recompute": "R", "swap": "S", "swap-input": "I"
 _WORDS: dict[str, Any] = {
     name: getattr(words, name)
     for name in "FITS MODES PLACEMENTS POLICIES UPDATES VERDICTS compared_rows "
-    "format_about format_bytes format_keys format_limiter format_losses format_lowers "
-    "format_pace format_seconds format_speed highest_phase".split()
+    "format_about format_bytes format_generation format_keys format_limiter format_losses "
+    "format_lowers format_pace format_seconds format_served format_speed "
+    "highest_phase".split()
 }
 _WORDS |= {"HEIGHT": HEIGHT, "WIDTH": WIDTH, "NUM_COLOURS": NUM_COLOURS}
 _WORDS["POLICY_LETTERS"] = _POLICY_LETTERS
@@ -172,10 +173,13 @@ def _speeds(answer: Values) -> Iterator[tuple[int, float]]:
 
 
 def _line(points: Iterable[Sequence[float]]) -> Values | None:
-    """A line over the steps, from the lowest value to the highest, and its axes."""
+    """A line over the steps, from the lowest value to the highest, and its axes; without
+    the points that are no number, which are counted."""
+    points = [*points]
     finite = [(step, value) for step, value in points if isfinite(value)]
+    missing = len(points) - len(finite)
     if len(finite) < 2:
-        return None
+        return {"missing": missing} if missing else None
     (steps, values) = zip(*finite, strict=True)
     low, high = min(values), max(values)
     across, up = max(steps[-1] - steps[0], 1), max(high - low, 1e-9)
@@ -184,6 +188,7 @@ def _line(points: Iterable[Sequence[float]]) -> Values | None:
         for step, n in finite
     )
     return {
+        "missing": missing,
         "line": " ".join(corners),
         "ticks": [(at, low + at * (high - low)) for at in (0, 0.5, 1)],
         "steps": (steps[0], steps[-1]),

@@ -174,8 +174,17 @@ class RunReport:
         host_swap = self._of_a_node("host_swap_bytes", seen)
         out, back = (micro * sum(way) for way in (moved.out, moved.back))
         exposed_s = sum(s for lane, s in step.exposed_s.items() if lane != "compute")
-        waits = "waits of compute, seconds a step"
-        timed = {waits: (exposed_s, (seen.stall_s + seen.disk_wait_s) / steps)}
+        waited_s = seen.stall_s + seen.disk_wait_s
+        a_step: dict[str, tuple[float, float]] = {}
+        # counters hold what these moved too, which is no step's
+        if not (self.evaluation_bytes or self.generated.phases or self.sent.times):
+            a_step = {
+                "fetched bytes": (step.fetched_bytes, seen.fetched_bytes),
+                "offloaded bytes": (step.offloaded_bytes, seen.offloaded_bytes),
+                "swapped out bytes": (out, seen.swapped_out_bytes),
+                "swapped in bytes": (back, seen.swapped_in_bytes),
+                "waits of compute, seconds": (exposed_s, waited_s),
+            }
         evaluated = {}
         if self.evaluation_bytes:
             predicted = device.phases.get("evaluation", 0)
@@ -191,15 +200,8 @@ class RunReport:
                 host.gradients + host.masters + host.moments,
                 host_optimizer,
             ),
-            "fetched bytes a step": (step.fetched_bytes, seen.fetched_bytes / steps),
-            "offloaded bytes a step": (
-                step.offloaded_bytes,
-                seen.offloaded_bytes / steps,
-            ),
-            "swapped out bytes a step": (out, seen.swapped_out_bytes / steps),
-            "swapped in bytes a step": (back, seen.swapped_in_bytes / steps),
             "host memory of swapped activations": (host.swapped, host_swap),
-            **timed,
+            **{f"{name} a step": (p, s / steps) for name, (p, s) in a_step.items()},
             "step seconds": (step.total_s, self.median_step_s()),
         }
 

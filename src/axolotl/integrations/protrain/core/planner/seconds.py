@@ -124,7 +124,7 @@ class StepTime:
 
 def simulate(d: Demand) -> StepTime:
     """Run one step on clocks."""
-    step = DeferredStep(d) if d.defers else Step(d)
+    step = DeferredStep(d) if d.defers else SimulatedStep(d)
     step.update()
     before: list[float] = []
     # the last one takes norms, or reduces
@@ -270,7 +270,7 @@ class Reads:
         return end
 
 
-class Step(Clocks):
+class SimulatedStep(Clocks):
     """One optimizer step without deferred updates."""
 
     def __init__(self, demand: Demand) -> None:
@@ -536,7 +536,7 @@ class Step(Clocks):
         self._leave(work.part_bytes, max(self.now, reduced))
 
 
-class DeferredStep(Step):
+class DeferredStep(SimulatedStep):
     """One optimizer step in which updates wait until weights are used: Note [The
     deferred update]."""
 
