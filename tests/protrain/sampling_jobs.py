@@ -328,6 +328,11 @@ def kept(path: Path) -> dict[str, Any]:
         found["apart"] = len({str(answer) for answer in before[:4]})
         for asked in step(served, "c", 5):
             asked.result()
+        file = served.sessions.weights_of(served.sessions.of(own).key) / WEIGHTS
+        weights = file.read_bytes()
+        found["taken"] = refusal(lambda: served.save_session("c", own))
+        found["not written"] = file.read_bytes() == weights
+        found["no base"] = refusal(lambda: served.sessions.make(own, None))
         found["trained"] = both() == before
         served.save("c", "end", whole=False).result()
         found["replaced"] = both() == before
@@ -443,6 +448,32 @@ def short_of_memory(path: Path) -> dict[str, Any]:
         sample = served.sampler.sample
         params = SamplingParams(max_tokens=30, seed=1, stop=[])
         wanted = told(sample(made, PROMPTS[0], params, 8).result())
+        log_softmax, times = torch.Tensor.log_softmax, [1]
+
+        def choosing(logits: torch.Tensor, *given: Any) -> torch.Tensor:
+            if times[0]:
+                times[0] -= 1
+                raise torch.OutOfMemoryError("Tried to allocate 1024 bytes")
+            return log_softmax(logits, *given)
+
+        with patch.object(torch.Tensor, "log_softmax", choosing):
+            answer = told(sample(made, PROMPTS[0], params, 8).result())
+        found["choosing"] = [a[0] for a in answer] == [a[0] for a in wanted]
+
+        def reading(_: Any, args: Any) -> None:
+            # as a pass does, and no wave
+            if args[0].shape[1] == 64 and (args[0][:, :5] == 260).all(-1).any():
+                raise torch.OutOfMemoryError("Tried to allocate 1024 bytes")
+
+        words = served.session.model.get_input_embeddings()
+        handle = words.register_forward_pre_hook(reading)
+        running = served.forward_backward("c", rows(1, 60), forward_only=True)
+        about = Asked(logprobs=True)
+        asked = [sample(made, p, GREEDY, about=about) for p in PROMPTS[3:]]
+        asked.append(sample(made, PROMPTS[0], GREEDY))
+        found["read"] = [refusal(lambda one=one: one) for one in asked]
+        running.result()
+        handle.remove()
         room = [0, 0]
 
         def fail(_: Any, args: Any) -> None:
@@ -474,6 +505,24 @@ def short_of_memory(path: Path) -> dict[str, Any]:
         handle.remove()
         found["after"] = refusal(lambda: sample(made, PROMPTS[0], params, 4))
         found["a pass"] = refusal(lambda: step(served, "c", 9)[-1])
+
+        key = served.sessions.of(made).key
+
+        def lose(_: Any) -> None:
+            # while the wave is aside, as where others need the room
+            found["aside"] = served.turns.used_bytes
+            served.store.drop_sampler(key)
+            (served.sessions.weights_of(key) / WEIGHTS).unlink()
+
+        found["idle"] = served.turns.used_bytes
+        create(served, "d")
+        served.forward_backward("d", rows(1, 60), forward_only=True)
+        lost = sample(made, PROMPTS[0], params, 8)
+        between = served.forward_backward("d", rows(1, 1), forward_only=True)
+        between.add_done_callback(lose)
+        found["lost"] = refusal(lambda: lost)
+        served.unload("d")
+        found["left"] = served.turns.used_bytes
     return found
 
 

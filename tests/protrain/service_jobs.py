@@ -298,7 +298,7 @@ def ahead(path: Path, steps: int = 34) -> dict[str, Any]:
         found["differing"] = [
             f"{name}: {key}"
             for name in "ab"
-            for key in _differing(saved(served, name), saved(served, f"{name}-alone"))
+            for key in differences(saved(served, name), saved(served, f"{name}-alone"))
         ]
     return found
 
@@ -384,13 +384,13 @@ def update_short_of_memory(path: Path) -> tuple[str, list[str]]:
         before = saved(served, "b")
         served.forward_backward("b", rows(1)).result()
         hook = register_optimizer_step_post_hook(fail)
-        told = _refusal(partial(served.optim_step, "b", ADAM))
+        told = refusal(partial(served.optim_step, "b", ADAM))
         hook.remove()
-        differing = _differing(saved(served, "b"), before)
+        differing = differences(saved(served, "b"), before)
         served.forward_backward("b", rows(1)).result()
         with patch.object(torch.nn.utils, "clip_grad_norm_", fail):
-            assert _refusal(partial(served.optim_step, "b", ADAM)) == told
-        return told, differing + _differing(saved(served, "b"), before)
+            assert refusal(partial(served.optim_step, "b", ADAM)) == told
+        return told, differing + differences(saved(served, "b"), before)
 
 
 def not_finite(path: Path) -> tuple[str, bool]:
@@ -502,8 +502,8 @@ def softened(path: Path) -> dict[str, Any]:
         found["of few"] = [
             a.view(len(a), -1).equal(b[:, : a[0].numel()]) for a, b in pairs
         ]
-        found["differing"] = _differing(one[2], other[2])
-        found["of few, differing"] = _differing(few_[2], many_[2])
+        found["differing"] = differences(one[2], other[2])
+        found["of few, differing"] = differences(few_[2], many_[2])
         tokens, inputs = few[1].tokens, few[1].inputs
         wide = {name: values.repeat(1, 20) for name, values in inputs.items()}
         flat = {**inputs, "weights": inputs["weights"][:, 0]}
@@ -516,7 +516,7 @@ def softened(path: Path) -> dict[str, Any]:
             ("sampled", sampled, "ppo"),
         ):
             datum = Datum(tokens, given)
-            found[what] = _refusal(
+            found[what] = refusal(
                 partial(served.forward_backward, "few", [datum], loss)
             )
     return found
@@ -674,7 +674,7 @@ def optimized(path: Path) -> dict[str, Any]:
         served.create_from("b-again", at, with_optimizer=True).result()
         train("b-again", "b", range(1, 3))
         for name in ("b-alone", "b-again"):
-            found[name] = _differing(saved(served, name), turned)
+            found[name] = differences(saved(served, name), turned)
         found["dtypes"] = sorted({str(one.dtype) for one in turned.values()})
     return found
 
@@ -694,15 +694,15 @@ def of_another_optimizer(path: Path, other: Path) -> dict[str, str]:
     about.write_text(json.dumps(words))
     told = {}
     with service(path) as served:
-        told["earlier"] = _refusal(partial(served.create_from, "a", at, True))
+        told["earlier"] = refusal(partial(served.create_from, "a", at, True))
     with service(other) as served:
-        told["its own"] = _refusal(partial(served.create_from, "n", at, True))
-        told["without"] = _refusal(partial(served.create_from, "o", at, False))
+        told["its own"] = refusal(partial(served.create_from, "n", at, True))
+        told["without"] = refusal(partial(served.create_from, "o", at, False))
         for key, value in (("beta1", 0.8), ("beta2", 0.99), ("eps", 1e-8)):
             adam = AdamParams(**{key: value})
-            told[key] = _refusal(partial(served.optim_step, "o", adam))
+            told[key] = refusal(partial(served.optim_step, "o", adam))
         served.forward_backward("o", rows(1)).result()
-        told["step"] = _refusal(partial(served.optim_step, "o", AdamParams()))
+        told["step"] = refusal(partial(served.optim_step, "o", AdamParams()))
         told["status"] = served.status()["optimizer"]
     return told
 
@@ -733,8 +733,8 @@ def loaded(path: Path) -> dict[str, list[str]]:
                 one.result()
             wanted = saved(served, new)
             found[f"optimizer: {whole}"] = [
-                *_differing(saved(served, "b"), wanted),
-                *_differing(saved_at(served, "tinker://b/weights/then"), wanted),
+                *differences(saved(served, "b"), wanted),
+                *differences(saved_at(served, "tinker://b/weights/then"), wanted),
             ]
         served.forward_backward("b", rows(8)).result()
         before = saved(served, "b")
@@ -748,8 +748,8 @@ def loaded(path: Path) -> dict[str, list[str]]:
         wrong = {"none": "tinker://b/weights/none", "rank": other, "path": "x"}
         wrong["alpha"] = scaled
         for what, at in wrong.items():
-            found[what] = [_refusal(partial(served.load, "b", at, True))]
-        found["refused"] = _differing(saved(served, "b"), before)
+            found[what] = [refusal(partial(served.load, "b", at, True))]
+        found["refused"] = differences(saved(served, "b"), before)
         # some had to leave
         assert not all(one["on_host"] for one in served.status()["adapters"])
     return found
@@ -760,7 +760,7 @@ def config_of(root: Path, settings: Mapping[str, Any]) -> Path:
     return config(root, **settings)
 
 
-def _refusal(act: Callable[[], Any]) -> str:
+def refusal(act: Callable[[], Any]) -> str:
     """Why it is refused, at once or by its future; empty if it is not."""
     try:
         found = act()
@@ -770,7 +770,7 @@ def _refusal(act: Callable[[], Any]) -> str:
     return "" if error is None else str(error)
 
 
-def _differing(found: Saved, wanted: Saved) -> list[str]:
+def differences(found: Saved, wanted: Saved) -> list[str]:
     return [
         *(found.keys() ^ wanted.keys()),
         *(k for k in found.keys() & wanted.keys() if not found[k].equal(wanted[k])),
@@ -781,31 +781,31 @@ def misused(path: Path) -> dict[str, Any]:
     """What a service says to those who misuse it, and what differs afterwards."""
     told: dict[str, Any] = {}
     with service(path, adapter_bytes=1 << 19) as served:
-        told["second server"] = _refusal(lambda: service(path))
-        told["id"] = _refusal(lambda: served.create("../x", 4))
-        told["no layers"] = _refusal(lambda: served.create("none", 4, []))
-        told["eps"] = _refusal(lambda: AdamParams(eps=0.0))
-        told["rate"] = _refusal(lambda: AdamParams(learning_rate=float("nan")))
+        told["second server"] = refusal(lambda: service(path))
+        told["id"] = refusal(lambda: served.create("../x", 4))
+        told["no layers"] = refusal(lambda: served.create("none", 4, []))
+        told["eps"] = refusal(lambda: AdamParams(eps=0.0))
+        told["rate"] = refusal(lambda: AdamParams(learning_rate=float("nan")))
         drawn = torch.random.get_rng_state()
         create(served, "c")
         served.turns.answer("c", 0).result()
         told["drawn"] = not drawn.equal(torch.random.get_rng_state())
         for asked in step(served, "c", 0):
             asked.result()
-        told["created otherwise"] = _refusal(lambda: served.create("c", 1))
-        told["created alike"] = _refusal(lambda: create(served, "c"))
+        told["created otherwise"] = refusal(lambda: served.create("c", 1))
+        told["created alike"] = refusal(lambda: create(served, "c"))
 
         first = served.forward_backward("c", rows(1), number=4)
         told["sent again"] = served.forward_backward("c", rows(1), number=4) is first
-        told["sent otherwise"] = _refusal(
+        told["sent otherwise"] = refusal(
             lambda: served.forward_backward("c", rows(2), number=4)
         )
-        told["another kind"] = _refusal(lambda: served.optim_step("c", ADAM, number=4))
+        told["another kind"] = refusal(lambda: served.optim_step("c", ADAM, number=4))
 
         before = saved(served, "c")
         served.forward_backward("c", rows(1)).result()
         huge = AdamParams(learning_rate=1e39)
-        told["huge rate"] = _refusal(lambda: served.optim_step("c", huge))
+        told["huge rate"] = refusal(lambda: served.optim_step("c", huge))
         after = saved(served, "c")
         told["after a huge rate"] = [
             key for key, tensor in after.items() if not tensor.equal(before[key])
@@ -815,15 +815,15 @@ def misused(path: Path) -> dict[str, Any]:
         before = saved(served, "c")
         create(served, "a")
         step(served, "a", 0)[-1].result()
-        told["after a switch"] = _differing(saved(served, "c"), before)
+        told["after a switch"] = differences(saved(served, "c"), before)
 
         # in the way of what leaves for the disk
         (served.folder / "_evicted").mkdir(exist_ok=True)
         (served.folder / "_evicted/_incomplete").touch()
         names = [f"h{number}" for number in range(8)]
-        told["full disk"] = [_refusal(partial(_begun, served, name)) for name in names]
+        told["full disk"] = [refusal(partial(_begun, served, name)) for name in names]
         (served.folder / "_evicted/_incomplete").unlink()
-        told["after a full disk"] = _differing(saved(served, "c"), before)
+        told["after a full disk"] = differences(saved(served, "c"), before)
 
         create(served, "g")
         passed = served.forward_backward("g", rows(1, 40))
@@ -834,10 +834,10 @@ def misused(path: Path) -> dict[str, Any]:
         told["unloaded"] = str(waits.exception())
         create(served, "g")
         told["created again"] = float(served.optim_step("c", ADAM).result())
-    told["after the end"] = _refusal(lambda: create(served, "b"))
-    told["ended twice"] = _refusal(served.close)
+    told["after the end"] = refusal(lambda: create(served, "b"))
+    told["ended twice"] = refusal(served.close)
     with patch.dict(os.environ, WORLD_SIZE="2"):
-        told["ranks"] = _refusal(lambda: service(path))
+        told["ranks"] = refusal(lambda: service(path))
 
     # a save that was killed between its two renames
     kept = folder_of(served.folder, "tinker://c/weights/now")
@@ -851,7 +851,7 @@ def misused(path: Path) -> dict[str, Any]:
         asked.result()
     (served.folder / "d-lost/weights").mkdir(parents=True)
     (served.folder / "d-lost/weights/_incomplete").touch()
-    told["lost"] = _refusal(served.close)
+    told["lost"] = refusal(served.close)
     return told
 
 
@@ -966,7 +966,7 @@ def over_another(path: Path) -> dict[str, Any]:
 
     def loaded(at: str = "tinker://a/weights/x") -> str:
         with service(path) as served:
-            return _refusal(lambda: served.create_from(f"b{len(told)}", at, True))
+            return refusal(lambda: served.create_from(f"b{len(told)}", at, True))
 
     with service(path) as served:
         create(served, "a")
@@ -1011,7 +1011,7 @@ def names(path: Path) -> dict[str, list[str]]:
         create(served, "c-names")
         for name in ("replaced", "old-replaced", "_replaced", "_incomplete", "_last"):
             told = [
-                _refusal(lambda name=name: served.save("c-names", name)) for _ in "12"
+                refusal(lambda name=name: served.save("c-names", name)) for _ in "12"
             ]  # type: ignore[misc]
             found[name] = told
         found[""] = sorted(

@@ -107,6 +107,8 @@ def test_a_session_keeps_the_weights_it_was_made_with(served: Path) -> None:
     assert found["apart"] == 3
     for when in ("trained", "replaced", "newer", "unloaded"):
         assert found[when], when
+    assert "there is a session own already" in found["taken"] and found["not written"]
+    assert "own samples with other weights" in found["no base"]
     assert found["on the disk"] > 0
     assert "was saved without an optimizer" in found["trains"]
     assert not found["without"]
@@ -138,6 +140,12 @@ def test_a_wave_without_room_is_halved(served: Path) -> None:
     """Rows would begin anew, be lost, or take the server with them."""
     found = call(sampling_jobs.short_of_memory, served, at=served.parent)
     assert found["few"] and found["one"] and found["held"] == [True, False]
+    assert found["choosing"]
+    # of those that are read at once, one has no room
+    assert [bool(why) for why in found["read"]] == [False, True, False]
+    assert "no room to read 5 tokens" in found["read"][1]
+    assert "cannot be read" in found["lost"]
+    assert found["aside"] > found["idle"] == found["left"]
     assert "the device has no room for one row of 3 tokens" in found["none"]
     assert not found["after"] and not found["a pass"]
 

@@ -397,6 +397,41 @@ def test_answers_make_room_for_requests() -> None:
     assert turns.used_bytes == 1
 
 
+def test_answers_go_only_where_that_makes_room() -> None:
+    """A request that is refused all the same would take them from those who wait."""
+    turns = Turns(10_000)
+    turns.begin("m", refused())
+    answered = turns.add("m", None, asking("pass", 1000))
+    assert turns.take() is answered
+    answered.set_result((1.0, [torch.zeros(1000)]))
+    waiting = [turns.add("m", None, asking("waits", 5000))]
+    with pytest.raises(RequestError, match="Wait for answers"):
+        turns.reserve(5001)
+    assert turns.answer("m", 1) is answered
+    # nor are those that wait counted among answers
+    waiting += [turns.add("m", None, asking("more")) for _ in range(MOST_ANSWERS)]
+    assert turns.answer("m", 1) is answered
+    turns.reserve(5000)
+    with pytest.raises(RequestError, match="answered long ago"):
+        turns.answer("m", 1)
+    assert turns.used_bytes == 10_000
+
+
+def test_requests_that_run_ahead_leave_room() -> None:
+    """The one that they wait for would never get in."""
+    turns = Turns(1000)
+    turns.begin("m", refused())
+    third = turns.add("m", 2, asking("2", 400))
+    with pytest.raises(RequestError, match="for one which has not arrived") as told:
+        turns.add("m", 3, asking("3", 400))
+    assert told.value.status == 429
+    missing = turns.add("m", 1, asking("1", 600))
+    for ticket in (missing, third):
+        assert turns.take() is ticket
+        ticket.set_result("done")
+    assert turns.add("m", 3, asking("3", 400)) is turns.take()
+
+
 def test_a_refused_request_is_kept_until_its_turn() -> None:
     """Forgotten among many answers, its number would be waited for."""
     turns = Turns()

@@ -40,7 +40,7 @@ from .losses import Datum, checked_settings
 from .optimizers import AdamParams
 from .sampler import Sampler
 from .states import Kept
-from .steps import FAULTS, NOBODY, Steps
+from .steps import NOBODY, Steps
 from .text import Text
 from .turns import Ticket, Turns
 
@@ -361,7 +361,8 @@ class AdapterService:
     ) -> Ticket:
         try:
             act = check()
-        except FAULTS as error:
+        except Exception as error:
+            # whatever it is: those after it would wait for this number
             self.refuse(model, number, as_refusal(error), asks)
         return self.turns.add(model, number, Ticket(act, asks, nbytes, path))
 
@@ -372,7 +373,8 @@ class AdapterService:
                 assert act is not None
                 try:
                     result = act()
-                except FAULTS as error:
+                except Exception as error:
+                    # its step has undone what it did, or has stopped the service
                     if not isinstance(error, ProTrainError):
                         LOG.error(traceback.format_exc())
                     traceback.clear_frames(error.__traceback__)
@@ -384,10 +386,12 @@ class AdapterService:
                 if self.states.due() and self.turns.peek() is None:
                     self.states.expire()
         finally:
+            # whatever has ended it: nobody waits for this thread from here on
+            self.turns.stop()
             self.turns.refuse_all()
-            self._lost = self._steps.save_all()
-            self._steps.close()
-            self._held.close()
+            with self._held:
+                self._lost = self._steps.save_all()
+                self._steps.close()
 
 
 def as_refusal(error: BaseException) -> RequestError:

@@ -40,6 +40,8 @@ LOG = get_logger(__name__)
 
 MOST_BYTES = 64 << 20
 """Most bytes of a request's body, and of what it is when it is no longer compressed."""
+SMALL_BYTES = 4 << 10
+"""Bytes of a body that count as nothing: who asks for an answer needs no room for it."""
 BODY_S = 60
 """Seconds that a body may take to arrive."""
 WAIT_S = 20
@@ -151,7 +153,7 @@ async def _parsed(
     """Run what makes objects of a body, one at a time and within bounds."""
 
     def run() -> Any:
-        with _counted(service, PARSED_BYTES * len(body)):
+        with _counted(service, PARSED_BYTES * max(0, len(body) - SMALL_BYTES)):
             return act()
 
     return await asyncio.get_running_loop().run_in_executor(parser, run)
@@ -174,12 +176,14 @@ async def _post(
 @contextmanager
 def _counted(service: AdapterService, nbytes: int) -> Iterator[Callable[[int], None]]:
     """Host memory that a request has meanwhile, and may have more of."""
-    held = 0
+    size = held = 0
 
     def take(more: int) -> None:
-        nonlocal held
-        service.turns.reserve(more)
-        held += more
+        nonlocal size, held
+        size += more
+        if size > SMALL_BYTES:
+            service.turns.reserve(size - held)
+            held = size
 
     try:
         take(nbytes)
