@@ -6,6 +6,7 @@ import atexit
 import json
 import os
 import random
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -393,15 +394,19 @@ def update_short_of_memory(path: Path) -> tuple[str, list[str]]:
         return told, differing + differences(saved(served, "b"), before)
 
 
-def not_finite(path: Path) -> tuple[str, bool]:
-    """Why a pass whose loss overflows is refused, and whether what it was refused over
-    is as it was."""
+def not_finite(path: Path) -> tuple[str, bool, bool]:
+    """Why a pass whose loss overflows is refused, whether what it was refused over is as it
+    was, and whether nothing has the rows of a pass that was answered."""
     with service(path) as served:
         create(served, "c")
         for asked in step(served, "c", 0):
             asked.result()
-        served.forward_backward("c", rows(1)).result()
+        data = rows(1)
+        row = weakref.ref(data[0].tokens)
+        served.forward_backward("c", data).result()
+        data.clear()
         before = saved(served, "c")
+        gone = row() is None
         (datum,) = rows(2, 1)
         old = torch.full(datum.tokens.shape, -1e3)
         inputs = {"logprobs": old, "advantages": torch.ones_like(old)}
@@ -410,7 +415,7 @@ def not_finite(path: Path) -> tuple[str, bool]:
         error = served.forward_backward("c", data, "importance_sampling").exception()
         after = saved(served, "c")
         same = all(torch.equal(after[key], value) for key, value in before.items())
-        return str(error), same and after.keys() == before.keys()
+        return str(error), same and after.keys() == before.keys(), gone
 
 
 def begun_again(path: Path) -> list[str]:

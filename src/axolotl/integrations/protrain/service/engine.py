@@ -8,7 +8,6 @@ nothing of the model is touched anywhere else.
 from __future__ import annotations
 
 import atexit
-import hashlib
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +35,7 @@ from .base import base_files, identity, opened, read
 from .client_sessions import ClientSessions
 from .full import FullModel
 from .full_states import FullStore
-from .losses import Datum, checked_settings
+from .losses import Datum, checked_settings, digest
 from .optimizers import AdamParams
 from .sampler import Sampler
 from .states import Kept
@@ -196,7 +195,7 @@ class AdapterService:
             run = partial(passes.run, data, loss_fn, given, not forward_only)
             return partial(self._steps.pass_over, model, run, forward_only, nbytes)
 
-        sent = None if number is None else _digest(data)
+        sent = None if number is None else digest(data)
         nbytes = sum(datum.nbytes for datum in data)
         asks = (loss_fn, {**(settings or {})}, forward_only, sent)
         return self._ask(model, number, asks, check, nbytes)
@@ -401,12 +400,3 @@ def as_refusal(error: BaseException) -> RequestError:
     return RequestError(
         f"the request cannot be read ({type(error).__name__}: {error})."
     )
-
-
-def _digest(data: Sequence[Datum]) -> bytes:
-    found = hashlib.sha256()
-    for datum in data:
-        for name, values in [("", datum.tokens), *sorted(datum.inputs.items())]:
-            found.update(f"{name} {values.dtype} {[*values.shape]} ".encode())
-            found.update(values.numpy().tobytes())
-    return found.digest()

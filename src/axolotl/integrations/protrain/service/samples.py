@@ -28,7 +28,7 @@ import gc
 import traceback
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import RLock
 
@@ -251,10 +251,10 @@ class Samples:
         picked = {id(row) for row in rows}
         for request in queue.requests:
             for row in request.rows:
-                if request.scored and row.most == 1 and id(row) in picked:
+                last = request.scored and request.scored.last
+                if last is not None and id(row) in picked:
                     # the prompt has been read: nothing is left to decode
-                    logits = request.scored.last[None]
-                    self._alone(request, partial(choose, [row], logits))
+                    self._alone(request, partial(choose, [row], last[None]))
                     self.tokens += 1
         self._go_with(queue, [row for row in rows if row.reason is None])
 
@@ -271,7 +271,9 @@ class Samples:
     def _read(self, requests: list[Request]) -> None:
         every = self._passes.score([request.asked for request in requests])
         for request, scored in zip(requests, every, strict=True):
-            request.scored = scored
+            # what is decoded makes them again, beside the prompt's keys and values
+            one = request.rows[0].most == 1
+            request.scored = scored if one else replace(scored, last=None)
 
     def _alone(self, request: Request, act: Callable[[], object]) -> None:
         """Act for one request, which is refused where the device has no room for it."""

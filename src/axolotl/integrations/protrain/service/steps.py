@@ -283,6 +283,9 @@ class Steps:
             if isinstance(error, RequestError):
                 self._live.require_finite()
             raise
+        finally:
+            # it would keep the rows until the next pass
+            self._run.recovery.begin(None)
         if not forward_only:
             self._live.passed(run, nbytes)
             self._unsaved.add(model)
