@@ -290,6 +290,10 @@ def misused(path: Path) -> dict[str, Any]:
             post(what, "forward_backward", content=cut, headers=zstd)
         bomb = zstandard.ZstdCompressor().compress(bytes(http.MOST_BYTES + 1))
         post("bomb", "forward_backward", content=bomb, headers=zstd)
+        beyond = {"data": [5], "dtype": "int64", "shape": [2, 2]}
+        beyond |= {"sparse_crow_indices": [0, 2**70, 1], "sparse_col_indices": [0]}
+        sampled = {**SAMPLED["asample"], "target_prompt_logprobs": beyond}
+        post("beyond", "asample", json={**sampled, "model_path": None})
         post(
             "rows",
             "forward",
@@ -301,6 +305,9 @@ def misused(path: Path) -> dict[str, Any]:
         post("junk", "forward", content=junk % (b"0," * 10**6))
         chunks = (bytes(1 << 20) for _ in range(65))
         post("chunked", "forward_backward", content=chunks)
+        post("large poll", "retrieve_future", content=bytes(http.LITTLE_BYTES + 1))
+        packed = zstandard.ZstdCompressor().compress(bytes(http.LITTLE_BYTES + 1))
+        post("packed poll", "retrieve_future", content=packed, headers=zstd)
         post("page", "get_info", json={"model_id": "a"}, headers={"origin": "x"})
 
         async def slowly(message: dict[str, Any] | None) -> None:

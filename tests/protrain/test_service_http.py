@@ -179,6 +179,9 @@ def test_misuse_of_the_protocol_is_answered(served: Path) -> None:
         "deep": (422, "recursion limit"),
         "junk": (422, "forward_input.data.0"),
         "chunked": (413, "the body has more than"),
+        "large poll": (413, "the body has more than 65,536 bytes"),
+        "packed poll": (413, "the body is more than 65,536 bytes"),
+        "beyond": (422, "its indices are none of CSR"),
         "page": (403, "browsers"),
         "damaged": (422, "is damaged"),
     }.items():
@@ -304,6 +307,12 @@ def test_a_stop_finishes_what_runs_and_saves(served: Path) -> None:
         given["data"] = row * 401
         post("forward_backward", **passed, seq_id=4)
     assert load_file(weights / "_last/optimizer.safetensors")["steps"].max() == 1
+
+
+def test_an_address_of_ipv6_is_listened_at(served: Path) -> None:
+    """It was taken for one of IPv4, and refused."""
+    with server(served, "--host", "::1", host="[::1]") as address:
+        assert httpx.get(f"{address}/healthz", timeout=60).status_code == 200
 
 
 @pytest.mark.full
