@@ -376,7 +376,7 @@ def broken(path: Path) -> dict[str, Any]:
                 served.forward_backward("b", rows(2)),
                 served.sampler.sample(made, [5], greedy),
             ]
-            told["errors"] = [repr(one.exception()) for one in asked]
+            told["errors"] = [repr(one.exception(60)) for one in asked]
             hook.remove()
             # the time of a state is over, and the disk does not say of which
             at = served.save("b", "short", kept=Kept(1e-3)).result()

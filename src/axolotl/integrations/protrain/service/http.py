@@ -100,9 +100,9 @@ def app_of(
         add("POST", f"/api/v1/{name}", partial(_post, name, parser), most=MOST_BYTES)
     for (method, path), act in {**ROUTES, **SESSIONS, **SIGNED}.items():
         add(method, path, _apart(act), (method, path) not in SIGNED)
-    for path, message in {"completions": Completion, "chat/completions": Chat}.items():
-        asked = partial(_complete, message, parser)
-        add("POST", f"/v1/{path}", asked, most=MOST_BYTES)
+    most = MOST_BYTES
+    add("POST", "/v1/completions", partial(_complete, Completion, parser), most=most)
+    add("POST", "/v1/chat/completions", partial(_complete, Chat, parser), most=most)
     return app
 
 

@@ -251,7 +251,7 @@ class Samples:
         picked = {id(row) for row in rows}
         for request in queue.requests:
             for row in request.rows:
-                last = request.scored and request.scored.last
+                last = request.scored.last if request.scored else None
                 if last is not None and id(row) in picked:
                     # the prompt has been read: nothing is left to decode
                     self._alone(request, partial(choose, [row], last[None]))
