@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import yaml
 from axolotl_jobs import BASE, PROTRAIN, overrides, same_bits
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from sampling_jobs import refusal, told
 from service_http_jobs import HERE
 from service_jobs import ADAM, follow, rows, service, without_room
@@ -305,6 +305,14 @@ def refused(path: Path) -> dict[str, Any]:
             file.write_bytes(damaged)
             found[what] = refusal(lambda: served.load("m", at, True))
         file.write_bytes(whole)
+        rest = folder_of(served.folder, at) / REST
+        tensors = load_file(rest)
+        for what, wrong in (("no buffer", None), ("a buffer", torch.zeros(3, 1))):
+            name = min(name for name in tensors if name.startswith("buffer."))
+            others = {k: v for k, v in tensors.items() if k != name}
+            save_file(others if wrong is None else {**others, name: wrong}, rest)
+            found[what] = refusal(lambda: served.load("m", at, True))
+        save_file(tensors, rest)
         found["after refusals"] = _go_on(served, "m")
 
         served.forward_backward("m", _data(1e37)).result()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,7 +13,7 @@ from unittest.mock import patch
 import torch
 import yaml
 from service_jobs import ADAM, config, create, rows, service, step
-from tiny_models import TOKENIZER
+from tiny_models import TOKENIZER, VOCABULARY
 
 from axolotl.integrations.protrain.core.errors import ProTrainError
 from axolotl.integrations.protrain.service import sessions
@@ -20,6 +21,7 @@ from axolotl.integrations.protrain.service.adapters import WEIGHTS, folder_of
 from axolotl.integrations.protrain.service.answers import Asked, Sampled, Wanted
 from axolotl.integrations.protrain.service.engine import AdapterService
 from axolotl.integrations.protrain.service.losses import Datum
+from axolotl.integrations.protrain.service.samples import TURN_STEPS
 from axolotl.integrations.protrain.service.sampling import SamplingParams
 from axolotl.integrations.protrain.service.text import Text, TextStream
 
@@ -290,6 +292,23 @@ def scored(path: Path) -> dict[str, Any]:
         length = len(prompts[0])
         places = torch.full((length - 1, 2), -1)
         places[2, 1] = prompts[0][3]
+
+        def logits(*_: Any) -> None:
+            every = (t for t in gc.get_objects() if isinstance(t, torch.Tensor))
+            counts[-1] = max(counts[-1], sum(t.shape == (VOCABULARY,) for t in every))
+
+        counts = [0]
+        served.sampler.sample(made, [5] * 9, many, show=logits).result()
+        counts.append(0)
+        reads = Asked(logprobs=True)
+        served.sampler.sample(made, [5] * 9, many, about=reads, show=logits).result()
+        found["logits"] = counts
+        running = served.forward_backward("c", rows(1, 60), forward_only=True)
+        before = served.turns.used_bytes
+        asked = served.sampler.sample(made, [7] * 9, many, num_top=2)
+        found["tops"] = served.turns.used_bytes - before
+        found["prompt kept"] = "7, 7" in str(asked.asks)
+        running.result()
         last = served.sampler.sample(
             made,
             prompts[0],
@@ -328,6 +347,11 @@ def kept(path: Path) -> dict[str, Any]:
         found["apart"] = len({str(answer) for answer in before[:4]})
         for asked in step(served, "c", 5):
             asked.result()
+        file = served.sessions.weights_of(served.sessions.of(own).key) / WEIGHTS
+        weights = file.read_bytes()
+        found["taken"] = refusal(lambda: served.save_session("c", own))
+        found["not written"] = file.read_bytes() == weights
+        found["no base"] = refusal(lambda: served.sessions.make(own, None))
         found["trained"] = both() == before
         served.save("c", "end", whole=False).result()
         found["replaced"] = both() == before
@@ -348,6 +372,37 @@ def kept(path: Path) -> dict[str, Any]:
         found["trains"] = refusal(lambda: served.create_from("n", saved, True))
         found["without"] = refusal(lambda: served.create_from("o", saved, False))
     return found
+
+
+def aside(path: Path) -> list[int]:
+    """Bytes that are counted of a wave which waits on the host, and those of what
+    transformers keeps of the same tokens."""
+    from transformers import AutoModelForCausalLM, DynamicCache
+
+    used: list[int] = []
+    with service(path) as served:
+        made, params = base_of(served), SamplingParams(max_tokens=60, stop=[])
+        served.create("d", 2)
+        running = served.forward_backward("d", rows(1, 60), forward_only=True)
+        asked = served.sampler.sample(made, PROMPTS[0], params, 4)
+        between = served.forward_backward("d", rows(1, 1), forward_only=True)
+
+        def note(_: Any) -> None:
+            others = (running, asked, between)
+            used.append(served.turns.used_bytes - sum(one.nbytes for one in others))
+
+        between.add_done_callback(note)
+        asked.result()
+    base = yaml.safe_load(path.read_text())["base_model"]
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    cache = DynamicCache(config=plain.config)
+    read = len(PROMPTS[0]) + TURN_STEPS - 1
+    with torch.no_grad():
+        plain(torch.full((4, read), 5), past_key_values=cache, use_cache=True)
+    parts = [part for layer in cache.layers for part in vars(layer).values()]
+    for part in [*parts]:
+        parts += part.values() if isinstance(part, dict) else ()
+    return [*used, sum(p.nbytes for p in parts if isinstance(p, torch.Tensor))]
 
 
 def many_sessions(path: Path) -> dict[str, Any]:
@@ -443,6 +498,32 @@ def short_of_memory(path: Path) -> dict[str, Any]:
         sample = served.sampler.sample
         params = SamplingParams(max_tokens=30, seed=1, stop=[])
         wanted = told(sample(made, PROMPTS[0], params, 8).result())
+        log_softmax, times = torch.Tensor.log_softmax, [1]
+
+        def choosing(logits: torch.Tensor, *given: Any) -> torch.Tensor:
+            if times[0]:
+                times[0] -= 1
+                raise torch.OutOfMemoryError("Tried to allocate 1024 bytes")
+            return log_softmax(logits, *given)
+
+        with patch.object(torch.Tensor, "log_softmax", choosing):
+            answer = told(sample(made, PROMPTS[0], params, 8).result())
+        found["choosing"] = [a[0] for a in answer] == [a[0] for a in wanted]
+
+        def reading(_: Any, args: Any) -> None:
+            # as a pass does, and no wave
+            if args[0].shape[1] == 64 and (args[0][:, :5] == 260).all(-1).any():
+                raise torch.OutOfMemoryError("Tried to allocate 1024 bytes")
+
+        words = served.session.model.get_input_embeddings()
+        handle = words.register_forward_pre_hook(reading)
+        running = served.forward_backward("c", rows(1, 60), forward_only=True)
+        about = Asked(logprobs=True)
+        asked = [sample(made, p, GREEDY, about=about) for p in PROMPTS[3:]]
+        asked.append(sample(made, PROMPTS[0], GREEDY))
+        found["read"] = [refusal(lambda one=one: one) for one in asked]
+        running.result()
+        handle.remove()
         room = [0, 0]
 
         def fail(_: Any, args: Any) -> None:
@@ -474,6 +555,24 @@ def short_of_memory(path: Path) -> dict[str, Any]:
         handle.remove()
         found["after"] = refusal(lambda: sample(made, PROMPTS[0], params, 4))
         found["a pass"] = refusal(lambda: step(served, "c", 9)[-1])
+
+        key = served.sessions.of(made).key
+
+        def lose(_: Any) -> None:
+            # while the wave is aside, as where others need the room
+            found["aside"] = served.turns.used_bytes
+            served.store.drop_sampler(key)
+            (served.sessions.weights_of(key) / WEIGHTS).unlink()
+
+        found["idle"] = served.turns.used_bytes
+        create(served, "d")
+        served.forward_backward("d", rows(1, 60), forward_only=True)
+        lost = sample(made, PROMPTS[0], params, 8)
+        between = served.forward_backward("d", rows(1, 1), forward_only=True)
+        between.add_done_callback(lose)
+        found["lost"] = refusal(lambda: lost)
+        served.unload("d")
+        found["left"] = served.turns.used_bytes
     return found
 
 

@@ -15,13 +15,26 @@ import torch
 import zstandard
 from httpx import ASGITransport, AsyncClient
 from hypothesis import HealthCheck, given, settings, strategies as st
-from service_jobs import create, rows, saved, service, step
+from service_jobs import (
+    ADAM,
+    create,
+    differences,
+    refusal,
+    rows,
+    saved,
+    saved_at,
+    service,
+    step,
+)
 from starlette.testclient import TestClient
 
 from axolotl.integrations.protrain.cli.serve import _Hosts
 from axolotl.integrations.protrain.service import http
+from axolotl.integrations.protrain.service.engine import AdapterService
 from axolotl.integrations.protrain.service.http import app_of
 from axolotl.integrations.protrain.service.messages import MESSAGES
+from axolotl.integrations.protrain.service.sampling import SamplingParams
+from axolotl.integrations.protrain.service.states import Kept
 
 BASE = "models/llama"
 HERE = "http://127.0.0.1"
@@ -277,6 +290,10 @@ def misused(path: Path) -> dict[str, Any]:
             post(what, "forward_backward", content=cut, headers=zstd)
         bomb = zstandard.ZstdCompressor().compress(bytes(http.MOST_BYTES + 1))
         post("bomb", "forward_backward", content=bomb, headers=zstd)
+        beyond = {"data": [5], "dtype": "int64", "shape": [2, 2]}
+        beyond |= {"sparse_crow_indices": [0, 2**70, 1], "sparse_col_indices": [0]}
+        sampled = {**SAMPLED["asample"], "target_prompt_logprobs": beyond}
+        post("beyond", "asample", json={**sampled, "model_path": None})
         post(
             "rows",
             "forward",
@@ -288,6 +305,9 @@ def misused(path: Path) -> dict[str, Any]:
         post("junk", "forward", content=junk % (b"0," * 10**6))
         chunks = (bytes(1 << 20) for _ in range(65))
         post("chunked", "forward_backward", content=chunks)
+        post("large poll", "retrieve_future", content=bytes(http.LITTLE_BYTES + 1))
+        packed = zstandard.ZstdCompressor().compress(bytes(http.LITTLE_BYTES + 1))
+        post("packed poll", "retrieve_future", content=packed, headers=zstd)
         post("page", "get_info", json={"model_id": "a"}, headers={"origin": "x"})
 
         async def slowly(message: dict[str, Any] | None) -> None:
@@ -315,6 +335,73 @@ def misused(path: Path) -> dict[str, Any]:
 
 
 NAMED = {"model_id": "a", "path": "x"}
+
+
+def broken(path: Path) -> dict[str, Any]:
+    """What is told of errors that no request should meet, and what differs afterwards; and
+    of those after which nothing more can run, with what is saved then."""
+    told: dict[str, Any] = {}
+
+    def raising(of: AdapterService, error: BaseException, spoil: bool = False) -> Any:
+        def fail(*_: Any) -> None:
+            if spoil:
+                state = of.store.cached("b")
+                assert state is not None
+                state.memory = torch.zeros(())
+            raise error
+
+        head = of.session.model.get_output_embeddings()
+        return head.register_forward_pre_hook(fail)
+
+    glob = Path.glob
+
+    def unreadable(folder: Path, pattern: str) -> Any:
+        if "_expires" in pattern:
+            raise OSError("no disk")
+        return glob(folder, pattern)
+
+    for what, error in (("undone", EOFError("cut")), ("ended", SystemExit())):
+        served = service(path)
+        create(served, "b")
+        for asked in step(served, "b", 0):
+            asked.result()
+        before = saved(served, "b")
+        served.forward_backward("b", rows(1)).result()
+        waits = saved(served, "b")
+        if what == "undone":
+            hook = raising(served, error)
+            made = served.sessions.of_path(None).name
+            greedy = SamplingParams(temperature=0, max_tokens=2)
+            asked = [
+                served.forward_backward("b", rows(2)),
+                served.sampler.sample(made, [5], greedy),
+            ]
+            told["errors"] = [repr(one.exception(60)) for one in asked]
+            hook.remove()
+            # the time of a state is over, and the disk does not say of which
+            at = served.save("b", "short", kept=Kept(1e-3)).result()
+            with patch.object(Path, "glob", unreadable):
+                served.save("b", "then").result()
+            told["kept"] = served.states.get(at) is not None
+            told["after"] = differences(saved(served, "b"), waits)
+            told["samples"] = len(
+                served.sampler.sample(made, [5], greedy).result().samples
+            )
+        served.optim_step("b", ADAM).result()
+        with TestClient(app_of(served, None), HERE) as client:
+            status = [client.get("/healthz").status_code]
+            raising(served, error, spoil=what == "undone")
+            asked = [
+                served.forward_backward("b", rows(2)),
+                served.optim_step("b", ADAM),
+            ]
+            told[what] = [str(one.exception(60)) for one in asked]
+            told[f"{what} lost"] = refusal(served.close)
+            status.append(client.get("/healthz").status_code)
+            told[f"{what} health"] = status
+    last = saved_at(served, "tinker://b/weights/_last")
+    told["saved"] = len(differences(last, before)) > 0
+    return told
 
 
 def _row(tokens: list[Any], targets: list[Any], weights: list[Any]) -> dict[str, Any]:
@@ -469,6 +556,11 @@ def called_otherwise(path: Path) -> dict[str, Any]:
             client.post("/api/v1/optim_step", json=update)
             polled = client.post("/api/v1/retrieve_future", json={"request_id": "a:1"})
             told["polled"] = polled.status_code, "".join(lines)
+            rest = served.turns.most_bytes - served.turns.used_bytes
+            served.turns.reserve(rest)
+            poll = client.post("/api/v1/retrieve_future", json={"request_id": "a:1"})
+            told["a poll without room"] = poll.status_code
+            served.turns.release(rest)
             served.turns.answer("a", waiting.count(200) + 1).result()
             client.post("/api/v1/unload_model", json={"model_id": "a"})
             told["left"] = served.turns.used_bytes

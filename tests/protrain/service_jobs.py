@@ -6,6 +6,7 @@ import atexit
 import json
 import os
 import random
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -298,7 +299,7 @@ def ahead(path: Path, steps: int = 34) -> dict[str, Any]:
         found["differing"] = [
             f"{name}: {key}"
             for name in "ab"
-            for key in _differing(saved(served, name), saved(served, f"{name}-alone"))
+            for key in differences(saved(served, name), saved(served, f"{name}-alone"))
         ]
     return found
 
@@ -384,24 +385,28 @@ def update_short_of_memory(path: Path) -> tuple[str, list[str]]:
         before = saved(served, "b")
         served.forward_backward("b", rows(1)).result()
         hook = register_optimizer_step_post_hook(fail)
-        told = _refusal(partial(served.optim_step, "b", ADAM))
+        told = refusal(partial(served.optim_step, "b", ADAM))
         hook.remove()
-        differing = _differing(saved(served, "b"), before)
+        differing = differences(saved(served, "b"), before)
         served.forward_backward("b", rows(1)).result()
         with patch.object(torch.nn.utils, "clip_grad_norm_", fail):
-            assert _refusal(partial(served.optim_step, "b", ADAM)) == told
-        return told, differing + _differing(saved(served, "b"), before)
+            assert refusal(partial(served.optim_step, "b", ADAM)) == told
+        return told, differing + differences(saved(served, "b"), before)
 
 
-def not_finite(path: Path) -> tuple[str, bool]:
-    """Why a pass whose loss overflows is refused, and whether what it was refused over
-    is as it was."""
+def not_finite(path: Path) -> tuple[str, bool, bool]:
+    """Why a pass whose loss overflows is refused, whether what it was refused over is as it
+    was, and whether nothing has the rows of a pass that was answered."""
     with service(path) as served:
         create(served, "c")
         for asked in step(served, "c", 0):
             asked.result()
-        served.forward_backward("c", rows(1)).result()
+        data = rows(1)
+        row = weakref.ref(data[0].tokens)
+        served.forward_backward("c", data).result()
+        data.clear()
         before = saved(served, "c")
+        gone = row() is None
         (datum,) = rows(2, 1)
         old = torch.full(datum.tokens.shape, -1e3)
         inputs = {"logprobs": old, "advantages": torch.ones_like(old)}
@@ -410,7 +415,7 @@ def not_finite(path: Path) -> tuple[str, bool]:
         error = served.forward_backward("c", data, "importance_sampling").exception()
         after = saved(served, "c")
         same = all(torch.equal(after[key], value) for key, value in before.items())
-        return str(error), same and after.keys() == before.keys()
+        return str(error), same and after.keys() == before.keys(), gone
 
 
 def begun_again(path: Path) -> list[str]:
@@ -502,8 +507,8 @@ def softened(path: Path) -> dict[str, Any]:
         found["of few"] = [
             a.view(len(a), -1).equal(b[:, : a[0].numel()]) for a, b in pairs
         ]
-        found["differing"] = _differing(one[2], other[2])
-        found["of few, differing"] = _differing(few_[2], many_[2])
+        found["differing"] = differences(one[2], other[2])
+        found["of few, differing"] = differences(few_[2], many_[2])
         tokens, inputs = few[1].tokens, few[1].inputs
         wide = {name: values.repeat(1, 20) for name, values in inputs.items()}
         flat = {**inputs, "weights": inputs["weights"][:, 0]}
@@ -516,7 +521,7 @@ def softened(path: Path) -> dict[str, Any]:
             ("sampled", sampled, "ppo"),
         ):
             datum = Datum(tokens, given)
-            found[what] = _refusal(
+            found[what] = refusal(
                 partial(served.forward_backward, "few", [datum], loss)
             )
     return found
@@ -674,7 +679,7 @@ def optimized(path: Path) -> dict[str, Any]:
         served.create_from("b-again", at, with_optimizer=True).result()
         train("b-again", "b", range(1, 3))
         for name in ("b-alone", "b-again"):
-            found[name] = _differing(saved(served, name), turned)
+            found[name] = differences(saved(served, name), turned)
         found["dtypes"] = sorted({str(one.dtype) for one in turned.values()})
     return found
 
@@ -694,15 +699,15 @@ def of_another_optimizer(path: Path, other: Path) -> dict[str, str]:
     about.write_text(json.dumps(words))
     told = {}
     with service(path) as served:
-        told["earlier"] = _refusal(partial(served.create_from, "a", at, True))
+        told["earlier"] = refusal(partial(served.create_from, "a", at, True))
     with service(other) as served:
-        told["its own"] = _refusal(partial(served.create_from, "n", at, True))
-        told["without"] = _refusal(partial(served.create_from, "o", at, False))
+        told["its own"] = refusal(partial(served.create_from, "n", at, True))
+        told["without"] = refusal(partial(served.create_from, "o", at, False))
         for key, value in (("beta1", 0.8), ("beta2", 0.99), ("eps", 1e-8)):
             adam = AdamParams(**{key: value})
-            told[key] = _refusal(partial(served.optim_step, "o", adam))
+            told[key] = refusal(partial(served.optim_step, "o", adam))
         served.forward_backward("o", rows(1)).result()
-        told["step"] = _refusal(partial(served.optim_step, "o", AdamParams()))
+        told["step"] = refusal(partial(served.optim_step, "o", AdamParams()))
         told["status"] = served.status()["optimizer"]
     return told
 
@@ -733,8 +738,8 @@ def loaded(path: Path) -> dict[str, list[str]]:
                 one.result()
             wanted = saved(served, new)
             found[f"optimizer: {whole}"] = [
-                *_differing(saved(served, "b"), wanted),
-                *_differing(saved_at(served, "tinker://b/weights/then"), wanted),
+                *differences(saved(served, "b"), wanted),
+                *differences(saved_at(served, "tinker://b/weights/then"), wanted),
             ]
         served.forward_backward("b", rows(8)).result()
         before = saved(served, "b")
@@ -748,8 +753,8 @@ def loaded(path: Path) -> dict[str, list[str]]:
         wrong = {"none": "tinker://b/weights/none", "rank": other, "path": "x"}
         wrong["alpha"] = scaled
         for what, at in wrong.items():
-            found[what] = [_refusal(partial(served.load, "b", at, True))]
-        found["refused"] = _differing(saved(served, "b"), before)
+            found[what] = [refusal(partial(served.load, "b", at, True))]
+        found["refused"] = differences(saved(served, "b"), before)
         # some had to leave
         assert not all(one["on_host"] for one in served.status()["adapters"])
     return found
@@ -760,7 +765,7 @@ def config_of(root: Path, settings: Mapping[str, Any]) -> Path:
     return config(root, **settings)
 
 
-def _refusal(act: Callable[[], Any]) -> str:
+def refusal(act: Callable[[], Any]) -> str:
     """Why it is refused, at once or by its future; empty if it is not."""
     try:
         found = act()
@@ -770,7 +775,7 @@ def _refusal(act: Callable[[], Any]) -> str:
     return "" if error is None else str(error)
 
 
-def _differing(found: Saved, wanted: Saved) -> list[str]:
+def differences(found: Saved, wanted: Saved) -> list[str]:
     return [
         *(found.keys() ^ wanted.keys()),
         *(k for k in found.keys() & wanted.keys() if not found[k].equal(wanted[k])),
@@ -781,31 +786,31 @@ def misused(path: Path) -> dict[str, Any]:
     """What a service says to those who misuse it, and what differs afterwards."""
     told: dict[str, Any] = {}
     with service(path, adapter_bytes=1 << 19) as served:
-        told["second server"] = _refusal(lambda: service(path))
-        told["id"] = _refusal(lambda: served.create("../x", 4))
-        told["no layers"] = _refusal(lambda: served.create("none", 4, []))
-        told["eps"] = _refusal(lambda: AdamParams(eps=0.0))
-        told["rate"] = _refusal(lambda: AdamParams(learning_rate=float("nan")))
+        told["second server"] = refusal(lambda: service(path))
+        told["id"] = refusal(lambda: served.create("../x", 4))
+        told["no layers"] = refusal(lambda: served.create("none", 4, []))
+        told["eps"] = refusal(lambda: AdamParams(eps=0.0))
+        told["rate"] = refusal(lambda: AdamParams(learning_rate=float("nan")))
         drawn = torch.random.get_rng_state()
         create(served, "c")
         served.turns.answer("c", 0).result()
         told["drawn"] = not drawn.equal(torch.random.get_rng_state())
         for asked in step(served, "c", 0):
             asked.result()
-        told["created otherwise"] = _refusal(lambda: served.create("c", 1))
-        told["created alike"] = _refusal(lambda: create(served, "c"))
+        told["created otherwise"] = refusal(lambda: served.create("c", 1))
+        told["created alike"] = refusal(lambda: create(served, "c"))
 
         first = served.forward_backward("c", rows(1), number=4)
         told["sent again"] = served.forward_backward("c", rows(1), number=4) is first
-        told["sent otherwise"] = _refusal(
+        told["sent otherwise"] = refusal(
             lambda: served.forward_backward("c", rows(2), number=4)
         )
-        told["another kind"] = _refusal(lambda: served.optim_step("c", ADAM, number=4))
+        told["another kind"] = refusal(lambda: served.optim_step("c", ADAM, number=4))
 
         before = saved(served, "c")
         served.forward_backward("c", rows(1)).result()
         huge = AdamParams(learning_rate=1e39)
-        told["huge rate"] = _refusal(lambda: served.optim_step("c", huge))
+        told["huge rate"] = refusal(lambda: served.optim_step("c", huge))
         after = saved(served, "c")
         told["after a huge rate"] = [
             key for key, tensor in after.items() if not tensor.equal(before[key])
@@ -815,15 +820,15 @@ def misused(path: Path) -> dict[str, Any]:
         before = saved(served, "c")
         create(served, "a")
         step(served, "a", 0)[-1].result()
-        told["after a switch"] = _differing(saved(served, "c"), before)
+        told["after a switch"] = differences(saved(served, "c"), before)
 
         # in the way of what leaves for the disk
         (served.folder / "_evicted").mkdir(exist_ok=True)
         (served.folder / "_evicted/_incomplete").touch()
         names = [f"h{number}" for number in range(8)]
-        told["full disk"] = [_refusal(partial(_begun, served, name)) for name in names]
+        told["full disk"] = [refusal(partial(_begun, served, name)) for name in names]
         (served.folder / "_evicted/_incomplete").unlink()
-        told["after a full disk"] = _differing(saved(served, "c"), before)
+        told["after a full disk"] = differences(saved(served, "c"), before)
 
         create(served, "g")
         passed = served.forward_backward("g", rows(1, 40))
@@ -834,10 +839,10 @@ def misused(path: Path) -> dict[str, Any]:
         told["unloaded"] = str(waits.exception())
         create(served, "g")
         told["created again"] = float(served.optim_step("c", ADAM).result())
-    told["after the end"] = _refusal(lambda: create(served, "b"))
-    told["ended twice"] = _refusal(served.close)
+    told["after the end"] = refusal(lambda: create(served, "b"))
+    told["ended twice"] = refusal(served.close)
     with patch.dict(os.environ, WORLD_SIZE="2"):
-        told["ranks"] = _refusal(lambda: service(path))
+        told["ranks"] = refusal(lambda: service(path))
 
     # a save that was killed between its two renames
     kept = folder_of(served.folder, "tinker://c/weights/now")
@@ -851,7 +856,7 @@ def misused(path: Path) -> dict[str, Any]:
         asked.result()
     (served.folder / "d-lost/weights").mkdir(parents=True)
     (served.folder / "d-lost/weights/_incomplete").touch()
-    told["lost"] = _refusal(served.close)
+    told["lost"] = refusal(served.close)
     return told
 
 
@@ -966,7 +971,7 @@ def over_another(path: Path) -> dict[str, Any]:
 
     def loaded(at: str = "tinker://a/weights/x") -> str:
         with service(path) as served:
-            return _refusal(lambda: served.create_from(f"b{len(told)}", at, True))
+            return refusal(lambda: served.create_from(f"b{len(told)}", at, True))
 
     with service(path) as served:
         create(served, "a")
@@ -1011,7 +1016,7 @@ def names(path: Path) -> dict[str, list[str]]:
         create(served, "c-names")
         for name in ("replaced", "old-replaced", "_replaced", "_incomplete", "_last"):
             told = [
-                _refusal(lambda name=name: served.save("c-names", name)) for _ in "12"
+                refusal(lambda name=name: served.save("c-names", name)) for _ in "12"
             ]  # type: ignore[misc]
             found[name] = told
         found[""] = sorted(

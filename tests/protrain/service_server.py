@@ -49,7 +49,7 @@ def by_client(
 
 
 @contextmanager
-def server(path: Path, *options: str) -> Iterator[str]:
+def server(path: Path, *options: str, host: str = "127.0.0.1") -> Iterator[str]:
     """The address of a server, which ends by SIGTERM."""
     log = path.with_name("server.log")
     with log.open("w") as words:
@@ -64,7 +64,7 @@ def server(path: Path, *options: str) -> Iterator[str]:
     assert running.stdout is not None
     line = running.stdout.readline()
     try:
-        assert line.startswith("listening on http://127.0.0.1:"), log.read_text()
+        assert line.startswith(f"listening on http://{host}:"), log.read_text()
         yield line.split()[-1]
         os.kill(running.pid, signal.SIGTERM)
         assert running.wait(60) == 0, log.read_text()[-3000:]

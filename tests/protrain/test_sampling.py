@@ -9,6 +9,8 @@ import pytest
 import sampling_jobs
 from fork_server import call
 
+from axolotl.integrations.protrain.service.turns import TENSOR_BYTES
+
 FULL = pytest.mark.full
 FAMILIES = [
     "llama",
@@ -99,6 +101,17 @@ def test_prompts_are_scored_as_a_pass_does(served: Path) -> None:
     assert found["tokens one"] == found["tokens many"]
     assert found["one token"] == [True]
     assert found["last"] and found["wanted"] and found["others"] == 1
+    # nor is more kept than is counted
+    assert found["logits"][0] == found["logits"][1] > 0
+    assert found["tops"] > 4 * 2 * TENSOR_BYTES + 8192 and not found["prompt kept"]
+
+
+def test_what_waits_on_the_host_is_counted(tmp_path: Path) -> None:
+    """States of linear attention lie elsewhere than keys and values."""
+    family = "qwen3_5_text"
+    path = call(sampling_jobs.config_of, tmp_path, family, {}, at=tmp_path)
+    counted, kept = call(sampling_jobs.aside, path, at=tmp_path)
+    assert counted == kept
 
 
 def test_a_session_keeps_the_weights_it_was_made_with(served: Path) -> None:
@@ -107,6 +120,8 @@ def test_a_session_keeps_the_weights_it_was_made_with(served: Path) -> None:
     assert found["apart"] == 3
     for when in ("trained", "replaced", "newer", "unloaded"):
         assert found[when], when
+    assert "there is a session own already" in found["taken"] and found["not written"]
+    assert "own samples with other weights" in found["no base"]
     assert found["on the disk"] > 0
     assert "was saved without an optimizer" in found["trains"]
     assert not found["without"]
@@ -138,6 +153,12 @@ def test_a_wave_without_room_is_halved(served: Path) -> None:
     """Rows would begin anew, be lost, or take the server with them."""
     found = call(sampling_jobs.short_of_memory, served, at=served.parent)
     assert found["few"] and found["one"] and found["held"] == [True, False]
+    assert found["choosing"]
+    # of those that are read at once, one has no room
+    assert [bool(why) for why in found["read"]] == [False, True, False]
+    assert "no room to read 5 tokens" in found["read"][1]
+    assert "cannot be read" in found["lost"]
+    assert found["aside"] > found["idle"] == found["left"]
     assert "the device has no room for one row of 3 tokens" in found["none"]
     assert not found["after"] and not found["a pass"]
 

@@ -198,8 +198,10 @@ def test_an_update_that_runs_out_of_memory_leaves_no_trace(served: Path) -> None
 
 def test_a_loss_that_is_not_finite_is_refused(served: Path) -> None:
     """Its gradients would be NaN in every weight, and JSON has no word for it."""
-    error, same = call(service_jobs.not_finite, served, at=served.parent)
+    error, same, gone = call(service_jobs.not_finite, served, at=served.parent)
     assert "the loss is" in error and same
+    # rows of a pass, whose memory nobody counts any longer
+    assert gone
 
 
 def test_an_id_that_comes_again_is_a_new_model(served: Path) -> None:
@@ -397,6 +399,41 @@ def test_answers_make_room_for_requests() -> None:
     assert turns.used_bytes == 1
 
 
+def test_answers_go_only_where_that_makes_room() -> None:
+    """A request that is refused all the same would take them from those who wait."""
+    turns = Turns(10_000)
+    turns.begin("m", refused())
+    answered = turns.add("m", None, asking("pass", 1000))
+    assert turns.take() is answered
+    answered.set_result((1.0, [torch.zeros(1000)]))
+    waiting = [turns.add("m", None, asking("waits", 5000))]
+    with pytest.raises(RequestError, match="Wait for answers"):
+        turns.reserve(5001)
+    assert turns.answer("m", 1) is answered
+    # nor are those that wait counted among answers
+    waiting += [turns.add("m", None, asking("more")) for _ in range(MOST_ANSWERS)]
+    assert turns.answer("m", 1) is answered
+    turns.reserve(5000)
+    with pytest.raises(RequestError, match="answered long ago"):
+        turns.answer("m", 1)
+    assert turns.used_bytes == 10_000
+
+
+def test_requests_that_run_ahead_leave_room() -> None:
+    """The one that they wait for would never get in."""
+    turns = Turns(1000)
+    turns.begin("m", refused())
+    third = turns.add("m", 2, asking("2", 400))
+    with pytest.raises(RequestError, match="for one which has not arrived") as told:
+        turns.add("m", 3, asking("3", 400))
+    assert told.value.status == 429
+    missing = turns.add("m", 1, asking("1", 600))
+    for ticket in (missing, third):
+        assert turns.take() is ticket
+        ticket.set_result("done")
+    assert turns.add("m", 3, asking("3", 400)) is turns.take()
+
+
 def test_a_refused_request_is_kept_until_its_turn() -> None:
     """Forgotten among many answers, its number would be waited for."""
     turns = Turns()
@@ -461,7 +498,7 @@ def test_misuse_changes_nothing(told: dict[str, Any]) -> None:
     """A switch that forgets gradients would lose them, and a full disk an adapter."""
     for when in ("a huge rate", "a switch", "a full disk"):
         assert not told[f"after {when}"], when
-    assert any("writing a checkpoint" in words for words in told["full disk"])
+    assert any("--folder: writing a checkpoint" in w for w in told["full disk"])
     assert not told["created alike"] and told["sent again"] and not told["drawn"]
     assert told["created again"] > 0 and not told["ended twice"]
 

@@ -41,8 +41,10 @@ def serve(
             f"--host {host}: others could train and read here. Set {API_KEY} in the "
             "environment of server and clients, or serve on 127.0.0.1."
         )
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # before the base is loaded: a port that is taken is said at once
-    with socket.create_server((host, port)) as listening, _own_output() as say:
+    listening = socket.create_server((host, port), family=family)
+    with listening, _own_output() as say:
         with AdapterService(config, folder, adapter_bytes, request_bytes) as service:
             # uvicorn raises again what has ended it, and what has changed is to be saved
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -51,7 +53,9 @@ def serve(
             settings = uvicorn.Config(
                 app, timeout_graceful_shutdown=5, access_log=False
             )
-            say.write(f"listening on http://{host}:{listening.getsockname()[1]}\n")
+            say.write(
+                f"listening on http://{_named(host)}:{listening.getsockname()[1]}\n"
+            )
             say.flush()
             uvicorn.Server(settings).run(sockets=[listening])
 
@@ -69,8 +73,7 @@ class _Hosts:
     `host`, others that are allowed, and any address where it listens at all."""
 
     def __init__(self, host: str, more: Sequence[str]) -> None:
-        named = f"[{host}]" if ":" in host else host
-        self._names = {*LOOPBACK, *(name.lower() for name in (named, *more))}
+        self._names = {*LOOPBACK, *(name.lower() for name in (_named(host), *more))}
         self._anywhere = host in ("0.0.0.0", "::")  # noqa: S104  # nosec B104
         if self._anywhere:
             self._names.add(socket.gethostname().lower())
@@ -80,6 +83,11 @@ class _Hosts:
         return name in self._names or (
             self._anywhere and _address(str(name)) is not None
         )
+
+
+def _named(host: str) -> str:
+    """A host as addresses of HTTP have it."""
+    return f"[{host}]" if ":" in host else host
 
 
 def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

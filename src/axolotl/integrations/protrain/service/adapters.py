@@ -316,7 +316,7 @@ class AdapterStore:
         Raises:
             CheckpointError: A file could not be written.
         """
-        with restored_on_failure(folder.parent, publishes=True):
+        with restored_on_failure(folder.parent, True, "--folder"):
             restore(folder.parent)
             aside = staged(folder)
             aside.mkdir(parents=True)

@@ -108,13 +108,13 @@ class Scored:
         logprobs: Of each of its tokens after those before it, float32; NaN for the first.
         top: The likeliest tokens at each place, none at the first.
         wanted: Of tokens that a client has named, float32.
-        last: Logits after the prompt, float32 of shape [vocabulary].
+        last: Logits after the prompt, float32 of shape [vocabulary], or no longer.
     """
 
     logprobs: Tensor
     top: Top | None
     wanted: Wanted | None
-    last: Tensor
+    last: Tensor | None
 
     def told(self, asked: Asked) -> tuple[Tensor | None, Top | None, Wanted | None]:
         """Return what was asked for: log-probabilities, likeliest tokens, wanted ones."""

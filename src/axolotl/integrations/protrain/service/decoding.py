@@ -152,7 +152,9 @@ class Wave:
     @property
     def nbytes(self) -> int:
         """Return the bytes of what was read."""
-        parts = (part for layer in self._cache.layers for part in vars(layer).values())
+        parts = [part for layer in self._cache.layers for part in vars(layer).values()]
+        # layers of linear attention have theirs in mappings
+        parts += [p for part in parts if isinstance(part, dict) for p in part.values()]
         return sum(part.nbytes for part in parts if isinstance(part, Tensor))
 
     def logits(self) -> Tensor:

@@ -8,7 +8,6 @@ nothing of the model is touched anywhere else.
 from __future__ import annotations
 
 import atexit
-import hashlib
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -36,11 +35,11 @@ from .base import base_files, identity, opened, read
 from .client_sessions import ClientSessions
 from .full import FullModel
 from .full_states import FullStore
-from .losses import Datum, checked_settings
+from .losses import Datum, checked_settings, digest
 from .optimizers import AdamParams
 from .sampler import Sampler
 from .states import Kept
-from .steps import FAULTS, NOBODY, Steps
+from .steps import NOBODY, Steps
 from .text import Text
 from .turns import Ticket, Turns
 
@@ -196,7 +195,7 @@ class AdapterService:
             run = partial(passes.run, data, loss_fn, given, not forward_only)
             return partial(self._steps.pass_over, model, run, forward_only, nbytes)
 
-        sent = None if number is None else _digest(data)
+        sent = None if number is None else digest(data)
         nbytes = sum(datum.nbytes for datum in data)
         asks = (loss_fn, {**(settings or {})}, forward_only, sent)
         return self._ask(model, number, asks, check, nbytes)
@@ -361,7 +360,8 @@ class AdapterService:
     ) -> Ticket:
         try:
             act = check()
-        except FAULTS as error:
+        except Exception as error:
+            # whatever it is: those after it would wait for this number
             self.refuse(model, number, as_refusal(error), asks)
         return self.turns.add(model, number, Ticket(act, asks, nbytes, path))
 
@@ -372,7 +372,8 @@ class AdapterService:
                 assert act is not None
                 try:
                     result = act()
-                except FAULTS as error:
+                except Exception as error:
+                    # its step has undone what it did, or has stopped the service
                     if not isinstance(error, ProTrainError):
                         LOG.error(traceback.format_exc())
                     traceback.clear_frames(error.__traceback__)
@@ -384,10 +385,12 @@ class AdapterService:
                 if self.states.due() and self.turns.peek() is None:
                     self.states.expire()
         finally:
+            # whatever has ended it: nobody waits for this thread from here on
+            self.turns.stop()
             self.turns.refuse_all()
-            self._lost = self._steps.save_all()
-            self._steps.close()
-            self._held.close()
+            with self._held:
+                self._lost = self._steps.save_all()
+                self._steps.close()
 
 
 def as_refusal(error: BaseException) -> RequestError:
@@ -397,12 +400,3 @@ def as_refusal(error: BaseException) -> RequestError:
     return RequestError(
         f"the request cannot be read ({type(error).__name__}: {error})."
     )
-
-
-def _digest(data: Sequence[Datum]) -> bytes:
-    found = hashlib.sha256()
-    for datum in data:
-        for name, values in [("", datum.tokens), *sorted(datum.inputs.items())]:
-            found.update(f"{name} {values.dtype} {[*values.shape]} ".encode())
-            found.update(values.numpy().tobytes())
-    return found.digest()

@@ -231,6 +231,23 @@ class FullModel:
             self._load_rest(source if state.whole else self.start)
             self._holder, state.source = state, None
 
+    def require_rest(self, folder: Path) -> None:
+        """Look at what `_load_rest` reads, before anything is changed.
+
+        Raises:
+            ValueError: A tensor is missing, or has another shape.
+        """
+        optimizer_in(folder)
+        own = {f"grad.{name}": p for name, p in self._params.items()}
+        buffers = {f"buffer.{n}": b for n, b in self._model.named_buffers()}
+        with safe_open(folder / REST, framework="pt") as file:
+            for name in sorted({*file.keys()} & own.keys() | buffers.keys()):
+                wanted = [*(own | buffers)[name].shape]
+                there = name in file.keys()
+                found = file.get_slice(name).get_shape() if there else None
+                if found != wanted:
+                    raise ValueError(f"{REST}: {name} is {found}, not {wanted}")
+
     def _load_rest(self, folder: Path) -> None:
         """Read what `save_rest` has written."""
         self._optimizer.load_state_dict(optimizer_in(folder))

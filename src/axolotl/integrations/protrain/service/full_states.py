@@ -27,14 +27,13 @@ from .adapters import (
     ABOUT,
     INDEX,
     KINDS,
-    REST,
     TRAINING,
     AdapterLayout,
     AdapterSpec,
     AdapterStore,
     linked,
 )
-from .full import FullModel, FullState, optimizer_in
+from .full import FullModel, FullState
 from .states import LAST
 
 
@@ -186,9 +185,7 @@ class FullStore(AdapterStore):
                 if _digest(found) != digest:
                     raise ValueError(f"{name} is not what was written")
         if with_optimizer:
-            optimizer_in(folder)
-            with safe_open(folder / REST, framework="pt"):
-                pass
+            self._full.require_rest(folder)
 
 
 def _nothing(*_: object) -> None:

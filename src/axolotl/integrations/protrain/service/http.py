@@ -40,6 +40,10 @@ LOG = get_logger(__name__)
 
 MOST_BYTES = 64 << 20
 """Most bytes of a request's body, and of what it is when it is no longer compressed."""
+LITTLE_BYTES = 64 << 10
+"""Most bytes of one that has neither rows nor prompts."""
+SMALL_BYTES = 4 << 10
+"""Bytes of a body that count as nothing: who asks for an answer needs no room for it."""
 BODY_S = 60
 """Seconds that a body may take to arrive."""
 WAIT_S = 20
@@ -71,14 +75,20 @@ def app_of(
     # one body at a time becomes objects, in memory that the next one has again
     parser = ThreadPoolExecutor(1, "adapter-service-parser")
 
-    def add(method: str, path: str, answer: Answer, checks: bool = True) -> None:
+    def add(
+        method: str,
+        path: str,
+        answer: Answer,
+        checks: bool = True,
+        most: int = LITTLE_BYTES,
+    ) -> None:
         def admit(request: Request) -> None:
             _require_host(request, hosts)
             if checks:
                 _require_key(request, api_key)
 
         word = _openai_error if path.startswith("/v1/") else _error
-        endpoint = _endpoint(service, partial(answer, service), admit, word)
+        endpoint = _endpoint(service, partial(answer, service), admit, word, most)
         app.add_api_route(path, endpoint, methods=[method])
 
     add("GET", "/healthz", _health, False)
@@ -87,11 +97,12 @@ def app_of(
         add("GET", path, _apart(act))
     add("POST", "/api/v1/retrieve_future", _retrieve)
     for name in (*ANSWERED, *QUEUED, *REFUSED):
-        add("POST", f"/api/v1/{name}", partial(_post, name, parser))
+        add("POST", f"/api/v1/{name}", partial(_post, name, parser), most=MOST_BYTES)
     for (method, path), act in {**ROUTES, **SESSIONS, **SIGNED}.items():
         add(method, path, _apart(act), (method, path) not in SIGNED)
-    add("POST", "/v1/completions", partial(_complete, Completion, parser))
-    add("POST", "/v1/chat/completions", partial(_complete, Chat, parser))
+    most = MOST_BYTES
+    add("POST", "/v1/completions", partial(_complete, Completion, parser), most=most)
+    add("POST", "/v1/chat/completions", partial(_complete, Chat, parser), most=most)
     return app
 
 
@@ -151,7 +162,7 @@ async def _parsed(
     """Run what makes objects of a body, one at a time and within bounds."""
 
     def run() -> Any:
-        with _counted(service, PARSED_BYTES * len(body)):
+        with _counted(service, PARSED_BYTES * max(0, len(body) - SMALL_BYTES)):
             return act()
 
     return await asyncio.get_running_loop().run_in_executor(parser, run)
@@ -174,12 +185,14 @@ async def _post(
 @contextmanager
 def _counted(service: AdapterService, nbytes: int) -> Iterator[Callable[[int], None]]:
     """Host memory that a request has meanwhile, and may have more of."""
-    held = 0
+    size = held = 0
 
     def take(more: int) -> None:
-        nonlocal held
-        service.turns.reserve(more)
-        held += more
+        nonlocal size, held
+        size += more
+        if size > SMALL_BYTES:
+            service.turns.reserve(size - held)
+            held = size
 
     try:
         take(nbytes)
@@ -251,15 +264,16 @@ def _endpoint(
     answer: Callable[[Request, bytes], Awaitable[Any]],
     admit: Callable[[Request], None],
     word: Callable[[int, str], Response],
+    most: int,
 ) -> Any:
-    """Reads the body, within bounds, and words what is refused."""
+    """Reads the body, of at most so many bytes, and words what is refused."""
 
     async def endpoint(request: Request) -> Response:
         started = time.perf_counter()
         try:
             admit(request)
             with _counted(service, 0) as take:
-                body = await asyncio.wait_for(_body(request, take), BODY_S)
+                body = await asyncio.wait_for(_body(request, take, most), BODY_S)
                 found = await answer(request, body)
             response = found if isinstance(found, Response) else JSONResponse(found)
         except ValidationError as error:
@@ -300,12 +314,12 @@ def _require_key(request: Request, api_key: str | None) -> None:
         raise RequestError("X-API-Key, or the bearer, is not the server's key.", 401)
 
 
-async def _body(request: Request, take: Callable[[int], None]) -> bytes:
+async def _body(request: Request, take: Callable[[int], None], most: int) -> bytes:
     parts, size = [], 0
     async for part in request.stream():
         size += len(part)
-        if size > MOST_BYTES:
-            raise RequestError(f"the body has more than {MOST_BYTES:,} bytes.", 413)
+        if size > most:
+            raise RequestError(f"the body has more than {most:,} bytes.", 413)
         take(len(part))
         parts.append(part)
     body = b"".join(parts)
@@ -314,12 +328,12 @@ async def _body(request: Request, take: Callable[[int], None]) -> bytes:
         try:
             # a limit of `decompress` does not hold where the frame says its own size
             content = zstandard.frame_content_size(body)
-            if content > MOST_BYTES:
-                raise RequestError(f"the body is more than {MOST_BYTES:,} bytes.", 413)
-            take(content if content > 0 else MOST_BYTES)
+            if content > most:
+                raise RequestError(f"the body is more than {most:,} bytes.", 413)
+            take(content if content > 0 else most)
             # its streams end without an error where a frame is cut short
             return zstandard.ZstdDecompressor().decompress(
-                body, max_output_size=MOST_BYTES, allow_extra_data=False
+                body, max_output_size=most, allow_extra_data=False
             )
         except zstandard.ZstdError as error:
             raise RequestError(f"the body is not one zstd frame ({error}).") from error

@@ -218,7 +218,7 @@ def densified(
         sparse = torch.sparse_csr_tensor(
             starts, columns, values - missing, shape, check_invariants=True
         )
-    except (RuntimeError, OverflowError) as error:
+    except (RuntimeError, ValueError, OverflowError) as error:
         raise RequestError(f"{what}: its indices are none of CSR ({error}).") from error
     return sparse.to_dense() + missing
 

@@ -26,7 +26,7 @@ class Passes:
         between: Called once a forward is queued, before its backward.
 
     Attributes:
-        longest: Tokens of a row.
+        rows, longest: Of a micro-batch, and tokens of a row.
         vocabulary: Tokens that there are.
     """
 
@@ -34,7 +34,7 @@ class Passes:
         model: Any = session.model
         self._model, self._between = model, between
         self._device = session.device.torch_device
-        self._rows, self.longest = int(cfg.micro_batch_size), int(cfg.sequence_len)
+        self.rows, self.longest = int(cfg.micro_batch_size), int(cfg.sequence_len)
         self.vocabulary = int(model.get_input_embeddings().weight.shape[0])
         # of what Axolotl's collator makes the length of rows a multiple
         self._multiple = int(cfg.pad_to_multiple_of or 64)
@@ -66,8 +66,8 @@ class Passes:
             RequestError: The loss is not finite.
         """
         total, rows = 0.0, []
-        for first in range(0, len(data), self._rows):
-            some = data[first : first + self._rows]
+        for first in range(0, len(data), self.rows):
+            some = data[first : first + self.rows]
             loss, logprobs = self._micro_batch(some, loss_fn, settings, backward)
             total += loss
             rows += logprobs
@@ -79,15 +79,11 @@ class Passes:
 
     @torch.no_grad()
     def score(self, asked: Sequence[Asked]) -> list[Scored]:
-        """Read prompts, as `run` reads rows that end with their last token but one, whose
-        log-probabilities are the same bits where the same rows share a micro-batch."""
-        found = []
-        for first in range(0, len(asked), self._rows):
-            some = asked[first : first + self._rows]
-            tokens = [torch.tensor(one.prompt) for one in some]
-            logits = self._logits(tokens, [len(one.prompt) for one in some])
-            found += [_scored(*pair) for pair in zip(some, logits, strict=True)]
-        return found
+        """Read prompts of a micro-batch, as `run` reads rows that end with their last token
+        but one, whose log-probabilities are the same bits where the same rows share it."""
+        tokens = [torch.tensor(one.prompt) for one in asked]
+        logits = self._logits(tokens, [len(one.prompt) for one in asked])
+        return [_scored(*pair) for pair in zip(asked, logits, strict=True)]
 
     def _padded(self, rows: Iterable[Tensor], length: int, value: int = 0) -> Tensor:
         rows = [*rows]

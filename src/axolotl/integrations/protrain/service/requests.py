@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from ..core.errors import RequestError
 from .adapters import EXTERNAL, KINDS, SAMPLERS, folder_of
-from .engine import FAULTS, AdapterService, as_refusal
+from .engine import AdapterService, as_refusal
 from .losses import Datum
 from .messages import MOST_ROWS, data_of, read_request, settings_of, shaped
 from .optimizers import AdamParams
@@ -351,7 +351,8 @@ def queue(
         message, act = _CreateFrom, _create_from
     try:
         ticket = act(service, asked or message.model_validate_json(body), named.seq_id)
-    except FAULTS as error:
+    except Exception as error:
+        # whatever it is: those after it would wait for this number
         refusal = as_refusal(error)
         if isinstance(error, ValidationError):
             refusal = RequestError(worded(error))

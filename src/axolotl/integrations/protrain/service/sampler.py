@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
+
 from ..core.errors import RequestError
 from .answers import Asked, Shown, Wanted
+from .losses import Datum, digest
 from .passes import Passes
 from .samples import Request, Samples
 from .sampling import Row, SamplingParams, Stops
 from .sessions import Sessions
 from .text import Text
-from .turns import Ticket, Turns
+from .turns import TENSOR_BYTES, Ticket, Turns
 
 MOST_SAMPLES = 1024
 """Samples of one request."""
@@ -93,13 +96,19 @@ class Sampler:
         ]
         nbytes = _TOKEN_BYTES * (len(tokens) + most * num_samples)
         nbytes += 8 * (asked.num_top * len(tokens) + num_top * most * num_samples)
-        wanted = None if asked.wanted is None else asked.wanted.values.tolist()
-        told = (asked.logprobs, asked.last_n, asked.num_top, wanted)
-        asks = (tokens, params, num_samples, num_top, told)
+        if num_top:
+            # two tensors a token, until a sample is whole
+            nbytes += 2 * TENSOR_BYTES * most * num_samples
+        wanted = {} if asked.wanted is None else {"wanted": asked.wanted.values}
+        # log-probabilities of as many are told
+        nbytes += 2 * sum(values.nbytes for values in wanted.values())
+        told = (asked.logprobs, asked.last_n, asked.num_top)
+        sent = digest([Datum(torch.tensor(tokens), wanted)])
+        asks = (sent, params, num_samples, num_top, told)
         ticket = Ticket(None, asks, nbytes + _ROW_BYTES * num_samples)
         kept = self._turns.keep(made.line, number, ticket)
         if kept is ticket:
-            about = Asked(tokens, *told[:3], asked.wanted)
+            about = Asked(tokens, *told, asked.wanted)
             self._samples.add(made.key, Request(ticket, about, rows))
         return kept
 

@@ -28,7 +28,7 @@ import gc
 import traceback
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import RLock
 
@@ -215,6 +215,7 @@ class Samples:
         """Answer the requests of a wave that cannot go on, or all that wait where none
         could begin."""
         queue = self._queues.get(key, _Queue())
+        self._let_go_of(queue)
         with self._lock:
             requests = queue.requests or [*queue.waiting]
         queue.requests, queue.wave = [], None
@@ -250,36 +251,56 @@ class Samples:
         picked = {id(row) for row in rows}
         for request in queue.requests:
             for row in request.rows:
-                if request.scored and row.most == 1 and id(row) in picked:
+                last = request.scored.last if request.scored else None
+                if last is not None and id(row) in picked:
                     # the prompt has been read: nothing is left to decode
-                    choose([row], request.scored.last[None])
+                    self._alone(request, partial(choose, [row], last[None]))
                     self.tokens += 1
         self._go_with(queue, [row for row in rows if row.reason is None])
 
     def _score(self, requests: list[Request]) -> None:
         new = [request for request in requests if request.scored is None]
-        every = self._passes.score([request.asked for request in new])
-        for request, scored in zip(new, every, strict=True):
-            request.scored = scored
+        for first in range(0, len(new), self._passes.rows):
+            some = new[first : first + self._passes.rows]
+            if _shortage(partial(self._read, some)):
+                for request in some:
+                    self._make_room()
+                    self._alone(request, partial(self._read, [request]))
         self._between()
+
+    def _read(self, requests: list[Request]) -> None:
+        every = self._passes.score([request.asked for request in requests])
+        for request, scored in zip(requests, every, strict=True):
+            # what is decoded makes them again, beside the prompt's keys and values
+            one = request.rows[0].most == 1
+            request.scored = scored if one else replace(scored, last=None)
+
+    def _alone(self, request: Request, act: Callable[[], object]) -> None:
+        """Act for one request, which is refused where the device has no room for it."""
+        if shortage := _shortage(act):
+            self._make_room()
+            error = RequestError(
+                f"prompt: the device has no room to read {len(request.asked.prompt)} "
+                f"tokens of it at once ({shortage}). Ask for a shorter one, or without "
+                "log-probabilities of it.",
+                413,
+            )
+            request.ticket.settle(error=error)
+            request.end()
 
     def _step(self, queue: _Queue) -> None:
         wave = queue.wave
         assert wave is not None
-        try:
-            logits = wave.logits()
-        except RuntimeError as error:
-            if not is_shortage(error):
-                raise
-            traceback.clear_frames(error.__traceback__)
-            shortage = str(error)
+        if shortage := _shortage(partial(self._choose, wave)):
+            self._halve(queue, wave.going, shortage)
         else:
-            self._between()
-            self.tokens += len(wave.going)
-            choose(wave.rows, logits)
             self._end_rows(queue)
-            return
-        self._halve(queue, wave.going, shortage)
+
+    def _choose(self, wave: Wave) -> None:
+        logits, count = wave.logits(), len(wave.going)
+        self._between()
+        choose(wave.rows, logits)
+        self.tokens += count
 
     def _go_with(self, queue: _Queue, rows: list[Row]) -> None:
         queue.wave = Wave(self.decoder, rows)
@@ -296,13 +317,17 @@ class Samples:
         if not queue.wave.going:
             queue.wave = None
 
-    def _halve(self, queue: _Queue, rows: list[Row], shortage: str) -> None:
-        """See Note [A wave without room]."""
-        queue.wave = None
+    def _make_room(self) -> None:
+        """What a forward without room has held is gone."""
         self._forget()
         gc.collect()
         if self.decoder.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def _halve(self, queue: _Queue, rows: list[Row], shortage: str) -> None:
+        """See Note [A wave without room]."""
+        queue.wave = None
+        self._make_room()
         if len(rows) > 1:
             self.decoder.most_rows = half = len(rows) // 2
             with self._lock:
@@ -324,3 +349,15 @@ class Samples:
             if any(one is row for one in request.rows):
                 request.ticket.settle(error=error)
         self._go_with(queue, [])
+
+
+def _shortage(act: Callable[[], object]) -> str:
+    """Act; what is said of the room that the device has not, if so."""
+    try:
+        act()
+    except RuntimeError as error:
+        if not is_shortage(error):
+            raise
+        traceback.clear_frames(error.__traceback__)
+        return str(error) or type(error).__name__
+    return ""

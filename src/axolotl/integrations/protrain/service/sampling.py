@@ -163,15 +163,16 @@ class Row:
 
     def take(self, token: int, logprob: float, every: Tensor) -> None:
         """Add a token; `every` are log-probabilities of the whole vocabulary."""
-        self.tokens.append(token)
-        self.logprobs.append(logprob)
         top: list[tuple[int, float]] = []
         if self.num_top:
+            # first: where it has no room, the row has not this token
             best = every.topk(min(self.num_top, every.numel()))
             # what cannot be is -inf, for which JSON has no word
             values = best.values.clamp(min=MASKED).cpu()
             self._top.append((best.indices.int().cpu(), values))
             top = [*zip(*(part.tolist() for part in self._top[-1]), strict=True)]
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
         if self.stops.ended(self.tokens):
             self.reason = "stop"
         elif len(self.tokens) >= self.most:

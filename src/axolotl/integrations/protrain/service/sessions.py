@@ -91,7 +91,9 @@ class Sessions:
         """
         with self._lock:
             known = self._sessions.get(name)
-            if known is not None and known.path == path:
+            # weights of a session alone have no path either
+            bare = known is not None and known.key == BARE
+            if known is not None and known.path == path and bare is (path is None):
                 return self.of(name)
             if known is not None:
                 raise RequestError(
@@ -117,7 +119,12 @@ class Sessions:
             )
 
     def folder_for(self, name: str) -> Path:
-        """Return where weights of a session without a path are written before `add_own`."""
+        """Return where weights of a session without a path are written before `add_own`.
+
+        Raises:
+            RequestError: This is another session's name, whose weights those would be.
+        """
+        self._require_new(name)
         return self._own / "unnamed" / _digest(name)
 
     def add_own(self, name: str) -> SavedSession:
@@ -127,13 +134,16 @@ class Sessions:
             RequestError: This is another session's name.
         """
         with self._lock:
-            if name in self._sessions:
-                raise RequestError(
-                    f"sampling_session_seq_id: there is a session {name} already. Count on "
-                    "from the last one."
-                )
+            self._require_new(name)
             self._add(Session(name, None, f"@@{_digest(name)}"))
             return SavedSession(name)
+
+    def _require_new(self, name: str) -> None:
+        if name in self._sessions:
+            raise RequestError(
+                f"sampling_session_seq_id: there is a session {name} already. Count on "
+                "from the last one."
+            )
 
     def of(self, name: str) -> Session:
         """Return a session.

@@ -231,8 +231,14 @@ class States:
         if not self.due():
             return
         with self._lock:
-            ends = [*self._folder.glob(f"*/*weights/{_ENDS}/[!~]*")]
-            self._soonest = min(map(self._left, ends), default=inf)
+            try:
+                ends = [*self._folder.glob(f"*/*weights/{_ENDS}/[!~]*")]
+                self._soonest = min(map(self._left, ends), default=inf)
+            except OSError as error:
+                LOG.warning(
+                    f"{self._folder} cannot be read, all stays for now: {error}"
+                )
+                self._soonest = time() + _AGAIN_S
 
     def _left(self, end: Path) -> float:
         """The time to look at a state again; removes it where its own is over."""

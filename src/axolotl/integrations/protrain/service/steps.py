@@ -12,12 +12,7 @@ from axolotl.utils.logging import get_logger
 from torch import Tensor
 
 from ..core.engine.device import is_shortage
-from ..core.errors import (
-    FOREIGN_ERRORS,
-    DeviceMemoryError,
-    ProTrainError,
-    RequestError,
-)
+from ..core.errors import DeviceMemoryError, ProTrainError, RequestError
 from ..recovery import ServedStep
 from ..run import TrainingRun
 from .adapters import AdapterSpec, AdapterState, AdapterStore, folder_of
@@ -35,8 +30,6 @@ LOG = get_logger(__name__)
 
 NOBODY = ""
 """In place of a model: whose requests are the service's own."""
-FAULTS = (ProTrainError, OSError, MemoryError, *FOREIGN_ERRORS)
-"""Errors that end one request, and not the service."""
 
 
 class Steps:
@@ -110,7 +103,7 @@ class Steps:
             self._live.show(self._sampler(key))
             self._prefetch()
             self.samples.turn(key)
-        except FAULTS as error:
+        except Exception as error:
             if not isinstance(error, ProTrainError):
                 LOG.error(traceback.format_exc())
             self._undo(error)
@@ -123,10 +116,16 @@ class Steps:
             self.samples.ended(key)
 
     def _undo(self, error: BaseException) -> None:
-        """The adapter is as it was before: the host has it, and it is shown again."""
+        """The adapter is as it was before: the host has it, and it is shown again. Where that
+        cannot be, the service stops."""
         traceback.clear_frames(error.__traceback__)
-        self._session.forget_gradients()
-        self._live.leave()
+        try:
+            self._session.forget_gradients()
+            self._live.leave()
+        except BaseException:
+            # later requests would be computed with nobody knows what
+            self._turns.stop()
+            raise
 
     def _sampler(self, key: str) -> AdapterState:
         if self._store.cached(key) is None:
@@ -135,7 +134,7 @@ class Steps:
 
     def save_own(self, model: str, session: str) -> SavedSession:
         """Save an adapter for a sampling session alone."""
-        state, folder = self._state(model), self.sessions.folder_for(session)
+        folder, state = self.sessions.folder_for(session), self._state(model)
         self._live.put_back()
         self._store.write_own(folder, state)
         return self.sessions.add_own(session)
@@ -236,13 +235,12 @@ class Steps:
 
     def save_all(self) -> list[str]:
         """Save each adapter that has changed as `LAST`; returns those that could not be."""
-        self.forget()
         lost = []
-        for model in sorted(self._unsaved):
+        for model in sorted(m for m in self._unsaved if m in self._turns):
             path = f"tinker://{model}/weights/{LAST}"
             try:
                 LOG.info(f"saved as {self.save(model, path, True)}")
-            except FAULTS as error:
+            except Exception as error:
                 lost.append(f"{model} ({error})")
         return lost
 
@@ -275,7 +273,7 @@ class Steps:
         self._num_passes += 1
         try:
             result = self._run.recovery.attempt(attempt, "forward")
-        except FAULTS as error:
+        except Exception as error:
             self._undo(error)
             short = isinstance(error, RuntimeError) and is_shortage(error)
             if short or isinstance(error, DeviceMemoryError):
@@ -285,6 +283,9 @@ class Steps:
             if isinstance(error, RequestError):
                 self._live.require_finite()
             raise
+        finally:
+            # it would keep the rows until the next pass
+            self._run.recovery.begin(None)
         if not forward_only:
             self._live.passed(run, nbytes)
             self._unsaved.add(model)

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import count
+from math import inf
 from threading import Condition
 from time import time
 from typing import Any
@@ -64,6 +66,17 @@ class _Line:
     asked: float = 0.0
     tickets: dict[int, Ticket] = field(default_factory=dict)
 
+    @property
+    def missing(self) -> int:
+        """The first number that has not arrived."""
+        return next(n for n in count(self.next) if n not in self.tickets)
+
+    @property
+    def ahead_bytes(self) -> int:
+        """Bytes of what waits for `missing`."""
+        first = inf if self.apart else self.missing
+        return sum(one.nbytes for n, one in self.tickets.items() if n > first)
+
     def known(self, model: str, number: int, asks: Any) -> Ticket:
         ticket = self.tickets.get(number)
         if ticket is None:
@@ -98,7 +111,7 @@ class Turns:
         self._ready: OrderedDict[str, None] = OrderedDict()
         self._answers: deque[Ticket] = deque()
         self._changed = Condition()
-        self.most_bytes, self.used_bytes = most_bytes, 0
+        self.most_bytes, self.used_bytes, self._answer_bytes = most_bytes, 0, 0
         self.stopped = False
 
     def __contains__(self, model: str) -> bool:
@@ -193,6 +206,8 @@ class Turns:
             return ticket
 
     def _put(self, line: _Line, name: str, number: int, ticket: Ticket) -> None:
+        if not line.apart and number > line.missing:
+            self._require_not_ahead(ticket)
         self.reserve(ticket.nbytes)
         line.tickets[number] = ticket
         line.asked = time()
@@ -201,12 +216,24 @@ class Turns:
         if not line.apart:
             self._settle(name)
         ticket.add_done_callback(self._keep)
-        while len(line.tickets) > MOST_ANSWERS:
-            oldest = next(iter(line.tickets.values()))
-            has_turn = oldest.number >= line.next and not line.apart
-            if has_turn or not oldest.done():
-                break
+        answered = [
+            one
+            for one in line.tickets.values()
+            if one.done() and (line.apart or one.number < line.next)
+        ]
+        for oldest in answered[:-MOST_ANSWERS]:
             self._forget(oldest)
+
+    def _require_not_ahead(self, ticket: Ticket) -> None:
+        """Leave half of the room to those that have not arrived and are waited for."""
+        waiting = sum(line.ahead_bytes for line in self._lines.values())
+        if waiting + ticket.nbytes > self.most_bytes // 2:
+            raise RequestError(
+                f"requests that wait for one which has not arrived take {waiting:,} bytes "
+                f"of the host, and {self.most_bytes // 2:,} may be used for them (half of "
+                "--request-memory). Send the one that is missing first.",
+                429,
+            )
 
     def reserve(self, nbytes: int) -> None:
         """Count bytes of a request; `release` them when they are gone.
@@ -221,15 +248,17 @@ class Turns:
                 413,
             )
         with self._changed:
-            while self._answers and self.used_bytes + nbytes > self.most_bytes:
-                self._forget(self._answers[0])
-            if self.used_bytes + nbytes > self.most_bytes:
+            waiting = self.used_bytes - self._answer_bytes
+            # before answers go, which would make too little room
+            if waiting + nbytes > self.most_bytes:
                 raise RequestError(
-                    f"requests that wait take {self.used_bytes:,} bytes of the host, and "
+                    f"requests that wait take {waiting:,} bytes of the host, and "
                     f"{self.most_bytes:,} may be used for all (--request-memory). Wait "
                     "for answers before sending more.",
                     429,
                 )
+            while self.used_bytes + nbytes > self.most_bytes:
+                self._forget(self._answers[0])
             self.used_bytes += nbytes
 
     def release(self, nbytes: int) -> None:
@@ -248,14 +277,16 @@ class Turns:
             ticket.nbytes = _bytes_of(ticket.result()) if answered else 0
             if ticket.nbytes:
                 self.used_bytes += ticket.nbytes
+                self._answer_bytes += ticket.nbytes
                 self._answers.append(ticket)
 
     def _forget(self, ticket: Ticket) -> None:
         """Answer no more what was answered, or will be."""
-        self.release(ticket.nbytes)
-        ticket.nbytes = 0
         with suppress(ValueError):
             self._answers.remove(ticket)
+            self._answer_bytes -= ticket.nbytes
+        self.release(ticket.nbytes)
+        ticket.nbytes = 0
         if ticket.model in self._lines:
             self._lines[ticket.model].tickets.pop(ticket.number, None)
 

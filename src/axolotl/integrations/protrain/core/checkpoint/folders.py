@@ -140,12 +140,15 @@ def staged(checkpoint: Path) -> Path:
 
 
 @contextmanager
-def restored_on_failure(run_dir: Path, publishes: bool) -> Iterator[None]:
+def restored_on_failure(
+    run_dir: Path, publishes: bool, key: str = "output_dir"
+) -> Iterator[None]:
     """Forget what was staged if writing or publishing it fails.
 
     Args:
         run_dir: Folder of all checkpoints.
         publishes: This process does; no other may remove what that one renames.
+        key: Which has said where that folder is.
 
     Raises:
         CheckpointError: A file could not be written.
@@ -158,7 +161,7 @@ def restored_on_failure(run_dir: Path, publishes: bool) -> Iterator[None]:
         if not _is_write_error(error):
             raise
         raise CheckpointError(
-            f"output_dir: writing a checkpoint into {run_dir} failed ({error}). Nothing "
+            f"{key}: writing a checkpoint into {run_dir} failed ({error}). Nothing "
             "is left of it; earlier checkpoints are untouched. Free some space and "
             "resume from the last one."
         ) from error
