@@ -318,7 +318,7 @@ class Samples:
             queue.wave = None
 
     def _make_room(self) -> None:
-        """What a forward without room has held is gone."""
+        """Let go of all that a forward without room has held."""
         self._forget()
         gc.collect()
         if self.decoder.device.type == "cuda":
