@@ -22,7 +22,7 @@ from axolotl.utils import trainer as axolotl_trainer
 from axolotl.utils.config import prepare_plugins
 from packaging.requirements import Requirement
 
-from .core.errors import ConfigError
+from .core.errors import FOREIGN_ERRORS, ConfigError, first_complaint
 
 NAMES = {
     "torch": "_foreach_norm _fused_sdp_choice",
@@ -225,12 +225,21 @@ def import_plugins(cfg: Any) -> None:
     registered = PluginManager.get_instance().plugins
     try:
         prepare_plugins(cfg)
-    except (ImportError, AttributeError) as raised:
-        # a module, or its class
+    except ConfigError:
+        # of a plugin that is there
+        raise
+    except (ImportError, SyntaxError, *FOREIGN_ERRORS) as raised:
         error = raised
     for name in cfg.plugins or ():
         if name.replace(":", ".") not in registered:
-            raise ConfigError(f"plugins: {name} cannot be imported here.") from error
+            why = (
+                f": {type(error).__name__}: {first_complaint(error)}" if error else "."
+            )
+            raise ConfigError(
+                f"plugins: {name} cannot be imported here{why}"
+            ) from error
+    if error is not None:
+        raise error
 
 
 def forget_other_names(plugin: Any) -> None:
