@@ -74,7 +74,7 @@ from ..loading import (
     unpack_unpaged,
 )
 from ..refusals import TAKEN_OVER
-from ..versions import import_plugins, require_internals
+from ..versions import import_plugins, require_internals, require_later
 from .batches import find_file
 from .fake_kernels import (
     PLANNED_ATTENTION,
@@ -421,6 +421,7 @@ def _preference_trainer(
     from axolotl.core.trainers.grpo import GRPOStrategy
     from trl.trainer import dpo_trainer, grpo_trainer, kto_trainer
 
+    require_later()
     if isinstance(tokenizer, _Vocabulary):
         raise ConfigError(
             f"tokenizer_config: rl: {cfg.rl.value} needs a tokenizer to be planned, and "
