@@ -152,7 +152,7 @@ def private_names_of_others() -> Iterator[str]:
 
 
 def replaced_names() -> Iterator[str]:
-    """Of `patch.object`."""
+    """What `patch.object` puts something else in the place of."""
     for path in SRC.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "patch.object":

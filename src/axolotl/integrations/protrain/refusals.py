@@ -55,7 +55,7 @@ def _entry(mapping: object, key: str) -> object:
 
 
 def _names(value: object) -> list[str]:
-    """Of a list, or of one name alone; of what Axolotl will refuse, none."""
+    """The names of a list, or one alone; none of what Axolotl will refuse."""
     listed = [value] if isinstance(value, str) else value
     return [str(name) for name in listed] if isinstance(listed, list | tuple) else []
 

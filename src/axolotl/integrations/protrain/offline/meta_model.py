@@ -102,7 +102,7 @@ _HOOKS = (
     "register pre_model_load post_model_build pre_lora_load post_lora_load "
     "post_model_load"
 ).split()
-"""Of plugins, called while a model is built."""
+"""Methods of plugins that are called while a model is built."""
 _FILLERS = ("_move_missing_keys_from_meta_to_device", "_initialize_missing_keys")
 """Methods of transformers for weights that a checkpoint lacks, as here all are."""
 
