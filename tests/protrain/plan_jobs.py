@@ -76,6 +76,7 @@ class Plans:
         model: str | Mapping[str, Any],
         settings: Mapping[str, Any],
         *arguments: str,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         """Plan for a YAML: `settings` over `BASE`, None drops a key.
 
@@ -84,27 +85,47 @@ class Plans:
             model: config.json, or a folder of the base model.
             settings: Keys of the YAML.
             arguments: Beside the YAML.
+            environment: Variables that are set besides.
         """
         base_model = model if isinstance(model, str) else self._model(name, model)
         keys = {**BASE, "base_model": base_model, **settings}
         keys = {key: value for key, value in keys.items() if value is not None}
         path = self.folder / f"{name}.yaml"
         path.write_text(yaml.safe_dump(keys))
-        self.command(name, path.name, *arguments)
+        self.command(name, path.name, *arguments, environment=environment)
 
-    def command(self, name: str, *arguments: str, folder: Path | None = None) -> None:
+    def command(
+        self,
+        name: str,
+        *arguments: str,
+        folder: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         """Add `axolotl protrain plan` with these arguments."""
         assert name not in self._answers, name
         argv = ["plan", *arguments]
         self._answers[name] = self._pool.submit(
-            self._run, name, folder or self.folder, argv
+            self._run, name, folder or self.folder, argv, environment
         )
 
-    def _run(self, name: str, folder: Path, argv: list[str]) -> Answer:
+    def _run(
+        self,
+        name: str,
+        folder: Path,
+        argv: list[str],
+        environment: Mapping[str, str] | None,
+    ) -> Answer:
         out, err = (self.folder / f"{name}.{stream}" for stream in ("out", "err"))
         with out.open("w") as stdout, err.open("w") as stderr:
             files = {"stdout": stdout, "stderr": stderr}
-            fork = Fork(run_command, argv, self.documents, folder=folder, **files)
+            fork = Fork(
+                run_command,
+                argv,
+                self.documents,
+                folder=folder,
+                environment=environment,
+                **files,
+            )
         code = fork.wait(SLOWEST_COMMAND_S)
         return Answer(code, out.read_text(), err.read_text(), folder)
 

@@ -24,6 +24,7 @@ from axolotl.integrations.config import merge_input_args
 from axolotl.utils.dict import DictDefault
 from axolotl_jobs import LORA, PROTRAIN, SEEDING, overrides
 from click.testing import CliRunner
+from huggingface_hub import constants
 from saving_jobs import (
     FLAT_MODEL,
     FLAT_WITHOUT_WEIGHTS,
@@ -181,6 +182,8 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
         jobs.train(f"{name}_after", settings, later, environment=environment)
     flat = {**FLAT_MODEL, "base_model": FLAT_WITHOUT_WEIGHTS}
     jobs.train("flat", ROOM, flat)
+    looks = {"plugins": [PROTRAIN, SEEDING, "planning_plugin.LooksAtWeights"]}
+    jobs.train("looked_at", ROOM, base, looks)
     for name, n_persist in PARTIAL.items():
         jobs.train(name, ROOM, {"protrain_n_persist_override": n_persist})
     jobs.train("for_a_gpu", FOR_A_GPU)
@@ -243,9 +246,16 @@ def test_what_depends_on_rates_is_left_to_the_loaded_model(jobs: Jobs) -> None:
 
 
 def test_what_cannot_be_told_without_weights_stops_nothing(jobs: Jobs) -> None:
-    log = jobs["flat"].log
-    said = "Whether it fits is known once the base is loaded: FlatModel has no recog"
-    assert log.index(said) < log.index("no file named model.safetensors")
+    for name, why in (
+        ("flat", "FlatModel has no recog"),
+        (
+            "looked_at",
+            "plugins: planning_plugin.LooksAtWeights.post_model_build does not",
+        ),
+    ):
+        log = jobs[name].log
+        said = f"Whether it fits is known once the base is loaded: {why}"
+        assert log.index(said) < log.index("no file named model.safetensors")
 
 
 @pytest.mark.parametrize("name", PARTIAL)
@@ -334,6 +344,26 @@ def test_an_accelerator_that_is_not_known_is_named(
     keys = {"base_model": str(tmp_path), "protrain_capacity_bytes": 1 << 30}
     with pytest.raises(ConfigError, match=f"not train on {kind}. .* cuda.* cpu"):
         ProTrainPlugin().load_datasets(DictDefault(keys, protrain_auto_memory=True))
+
+
+def test_a_base_in_the_cache_is_no_folder_of_its_owners_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "owner").mkdir()
+    keys = {"base_model": "owner/name", "revision_of_model": "v1"}
+    (line,) = base_faults(keys)
+    assert "owner/name: there is no such path" in line
+    commit, repository = "a" * 40, tmp_path / "hub/models--owner--name"
+    snapshot = repository / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text('{"model_type": "llama"}')
+    (repository / "refs").mkdir()
+    (repository / "refs/v1").write_text(commit)
+    assert not [*base_faults(keys, here=True)]
+    (line,) = base_faults(keys | {"revision_of_model": 123})
+    assert line.startswith("revision_of_model: 123 is no text; write it in quotes")
 
 
 def test_a_base_that_nobody_has_fetched() -> None:

@@ -117,6 +117,15 @@ def test_what_is_written_was_priced_as_it_is(plans: Plans) -> None:
     assert all(lever["keys"] for lever in levers)
 
 
+def test_what_cannot_be_priced_as_it_is_is_said(plans: Plans) -> None:
+    """A plugin that runs in the command, and not in the process that prices."""
+    listed = {"plugins": [PROTRAIN, "planning_plugin.RunsAlone"]}
+    plans.add("alone", SMALL, SMALL_LORA | listed, "--gpu", "4090", "--levers")
+    answer = plans["alone"]
+    assert answer.exit_code == 3 and not answer.out
+    assert "Error: --levers: " in answer.err and "has a parent" in answer.err
+
+
 def test_no_lever_for_what_a_yaml_has() -> None:
     """Nor one that its kind of training does not take."""
 

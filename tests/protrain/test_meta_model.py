@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import resource
+import shutil
 import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -19,6 +20,8 @@ import yaml
 from axolotl.monkeypatch.attention import sdpa_varlen
 from axolotl.utils.dict import DictDefault
 from fork_server import call
+from huggingface_hub import constants
+from matrix_composition import SAMPLING
 from published_models import LLAMA_8B, LLAMA_70B, LLAVA, QWEN_VL
 from shrunk_models import shrunk_config
 from tiny_models import (
@@ -853,6 +856,65 @@ def test_a_preference_is_a_pair_and_its_reference(tmp_path: Path) -> None:
     assert passes == [False, False, True]
 
 
+def test_answers_and_judges_are_those_of_a_yaml_with_other_rows(tmp_path: Path) -> None:
+    """A reward is code, or a model that is on the device."""
+    build_inputs(tmp_path)
+    judge = configuration_of(tmp_path / "judge", "llama-reward")
+    rewards = ["answers.vowels", str(judge), "nobody/has-it"]
+    trl = SAMPLING["trl"] | {"reward_funcs": rewards, "generation_batch_size": 8}
+    keys = LORA | SAMPLING | {"tokenizer_config": str(tmp_path / TOKENIZER)}
+    meta = meta_model_of(tmp_path / "given", "llama", keys | {"trl": trl})
+    objective = meta.objective()
+    assert objective is not None and [*objective.others] == ["reward_funcs_1"]
+    (note,) = (line for line in meta.assumptions if "reward_funcs" in line)
+    assert "nobody/has-it is a model, whose bytes are not counted" in note
+
+    def rows(num_ranks: int = 1) -> int:
+        objective = meta.objective(num_ranks)
+        assert objective is not None and objective.sampled is not None
+        return objective.sampled.rows
+
+    assert (rows(), rows(num_ranks=2)) == (8, 4)
+    finer = {"micro_batch_size": 1, "gradient_accumulation_steps": 8}
+    with meta.changed(finer):
+        assert rows() == 8
+    meta = meta_model_of(tmp_path / "followed", "llama", keys)
+    assert rows() == 4
+    with meta.changed(finer):
+        assert rows() == 8
+
+
+def test_another_rank_is_that_of_experts_too(tmp_path: Path) -> None:
+    """Their adapters have so many rows for each of them."""
+    keys = LORA | UNFUSED | {"lora_target_parameters": ["mlp.experts.gate_up_proj"]}
+    meta, other = (
+        meta_model_of(tmp_path / str(rank), "mixtral", keys | {"lora_r": rank})
+        for rank in (4, 8)
+    )
+    wanted = parts_of(other.model)
+    before = parts_of(meta.model)
+    with meta.changed({"lora_r": 8}):
+        assert parts_of(meta.model) == wanted != before
+    assert parts_of(meta.model) == before
+
+
+def test_a_revision_is_asked_for_throughout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Config and tokenizer are in the cache under that name alone."""
+    build_inputs(tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    commit, repository = "a" * 40, tmp_path / "hub/models--owner--name"
+    snapshot = repository / "snapshots" / commit
+    shutil.copytree(tmp_path / TOKENIZER, snapshot)
+    shutil.copy(configuration_of(tmp_path, "llama") / "config.json", snapshot)
+    (repository / "refs").mkdir()
+    (repository / "refs/v1").write_text(commit)
+    config = write_yaml(tmp_path, Path("owner/name"), {"revision_of_model": "v1"})
+    meta = load_meta_model(config, "cuda")
+    assert not any("no tokenizer" in line for line in meta.assumptions)
+
+
 # --------------------------------------------------------------------- refusals
 
 
@@ -870,6 +932,29 @@ def test_a_bad_key_is_named(keys: dict[str, Any], names: str, tmp_path: Path) ->
     with pytest.raises(ConfigError, match=names) as caught:
         meta_model_of(tmp_path, "llama", keys)
     assert "\n" not in str(caught.value)
+
+
+OF_OTHERS = {
+    "broken.Plugin": "broken.Plugin cannot be imported here: RuntimeError: no GPU",
+    "misspelt.Plugin": "misspelt.Plugin cannot be imported here: SyntaxError: ",
+    "planning_plugin.AsksForAGpu": "planning_plugin.AsksForAGpu.register does not run "
+    "without weights and a GPU, which a plan needs: ",
+    "planning_plugin.LooksAtWeights": "planning_plugin.LooksAtWeights.post_model_build "
+    "does not run without weights and a GPU, which a plan needs: RuntimeError: ",
+}
+
+
+@pytest.mark.parametrize("plugin", OF_OTHERS)
+def test_a_plugin_that_cannot_be_planned_with_is_named(
+    plugin: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the base, and no traceback."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "broken.py").write_text("raise RuntimeError('no GPU')")
+    (tmp_path / "misspelt.py").write_text("class Plugin(:\n")
+    with pytest.raises(ConfigError) as caught:
+        meta_model_of(tmp_path, "llama", {"plugins": [plugin]})
+    assert str(caught.value).startswith(f"plugins: {OF_OTHERS[plugin]}")
 
 
 @pytest.fixture
@@ -954,6 +1039,15 @@ def test_a_configuration_that_contradicts_itself(
     with pytest.raises(ConfigError, match="base_model: config.json of") as caught:
         load_meta_model(write_yaml(tmp_path, folder, {}), "cuda")
     assert "\n" not in str(caught.value)
+
+
+def test_a_damaged_tokenizer_is_named(tmp_path: Path) -> None:
+    folder = configuration_of(tmp_path, "llama")
+    (folder / "tokenizer.json").write_text('{"version":"1.0","model":{"type":"XYZ"}}')
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match="^tokenizer_config: .* gives no tokenizer: "):
+        load_meta_model(write_yaml(tmp_path, folder, {}), "cuda")
 
 
 REWARDS = {

@@ -188,6 +188,13 @@ def test_what_axolotl_does_quietly_is_said_of_a_base_that_is_here(
     packed = keys | unpacks | {"model_quantization_config": "Mxfp4Config"}
     config.write_text(yaml.safe_dump(packed))
     assert "examples/merge_packed.py" in said()[-1]
+    # what Axolotl will refuse is no traceback
+    odd = {"lora_target_parameters": 5, "model_quantization_config_kwargs": "x"}
+    odd |= {"model_quantization_config": "Mxfp4Config", "lora_modules_to_save": 5}
+    config.write_text(yaml.safe_dump(keys | odd))
+    assert said() == [experts]
+    config.write_text(yaml.safe_dump(keys | odd | {"lora_modules_to_save": "lm_head"}))
+    assert said() == [experts, copies]
     config.write_text(yaml.safe_dump(keys | {"merge_method": "legacy"}))
     base.write_text(json.dumps({"tie_word_embeddings": False}))
     assert not said()

@@ -21,6 +21,7 @@ from fork_server import ENVIRONMENT
 from plan_jobs import BASE, PROTRAIN, Plans
 from published_models import LLAVA, MIXTRAL, QWEN_VL, SMALL, UNKNOWN_IMAGES
 from test_meta_model import IMAGES, VISION_LORA
+from tiny_models import TOKENIZER, build_inputs
 
 from axolotl.integrations.protrain.cli.own_cards import own_cards
 from axolotl.integrations.protrain.core.errors import ConfigError
@@ -917,6 +918,16 @@ def test_what_does_nothing_is_said(plans: Plans) -> None:
     assert "sequences_of: a key that Axolotl does not know" in assumed[1]
     known = fitting(plans, next(iter(CASES)))["assumptions"]
     assert not any("does not" in line for line in known)
+
+
+def test_a_plan_of_a_preference_waits_for_nobody(plans: Plans) -> None:
+    """In a pod, whose launcher names ranks that do not come."""
+    build_inputs(plans.folder)
+    pod = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    pod |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    keys = LORA | {"rl": "dpo", "tokenizer_config": str(TOKENIZER)}
+    plans.add("pod", SMALL, keys, *LARGE_CARD, "--json", environment=pod)
+    assert fitting(plans, "pod")["plan"]["num_ranks"] == 1
 
 
 def test_an_error_as_json(plans: Plans) -> None:

@@ -261,17 +261,31 @@ def test_the_status_of_nobody_says_where_to_ask() -> None:
 
 
 def test_the_status_of_another_program_says_so() -> None:
+    bodies: list[bytes | None] = [None, b"<html>", b"{}", b"[]"]
+
     class Other(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_error(404)
+            if bodies[0] is None:
+                self.send_error(404)
+                return
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(bodies[0])
 
         def log_message(self, *_: Any) -> None:
             pass
 
     with HTTPServer(("127.0.0.1", 0), Other) as server:
-        Thread(target=server.handle_request, daemon=True).start()
-        with pytest.raises(ConfigError, match="answered 404 .*another program's"):
-            status_text(f"http://127.0.0.1:{server.server_port}")
+        while bodies:
+            Thread(target=server.handle_request, daemon=True).start()
+            said = (
+                "no server of this package" if bodies[0] else "answered 404 .*another"
+            )
+            with pytest.raises(ConfigError, match=said):
+                status_text(f"http://127.0.0.1:{server.server_port}")
+            del bodies[0]
+    with pytest.raises(ConfigError, match="no server of this package .*port"):
+        status_text("http://127.0.0.1:80x")
 
 
 def test_a_stop_finishes_what_runs_and_saves(served: Path) -> None:

@@ -19,6 +19,7 @@ from transformers import Trainer
 from axolotl.integrations.protrain import versions
 from axolotl.integrations.protrain.cli import doctor
 from axolotl.integrations.protrain.core.errors import ConfigError
+from axolotl.integrations.protrain.offline.optimizer_state import optimizer_bytes
 from axolotl.integrations.protrain.plugin import ProTrainPlugin
 
 SRC = Path(versions.__file__).parent
@@ -31,8 +32,6 @@ ELSEWHERE = {
     "_model_mapping",
     "_schedulers",
     "_wrapped_by_lr_sched",
-    # imported after all plugins are registered, whose arguments are merged in
-    "_set_base_training_args",
     # of instances
     "_backward_pre_hooks",
     "_forward_hooks",
@@ -50,6 +49,14 @@ ELSEWHERE = {
     "_last_lr",
     "_name_or_path",
 }
+PROMISED = set(
+    "HF_HUB_OFFLINE Generator __post_init__ autocast backend clip_grad_norm_ compile "
+    "disable_saved_tensors_hooks enabled equal forward generate "
+    "is_available is_sklearn_available kaiming_uniform_ matmul merge_adapter "
+    "place_model_on_device plugins run save sync_weights unmerge_adapter".split()
+)
+"""Without an underscore, and put in the place of others for a while: documented, or of what
+need not be there."""
 OURS = set(
     "_deleted _evicted _expires _incomplete _last _lock _replaced _samplers _sessions "
     "_value".split()
@@ -144,6 +151,15 @@ def private_names_of_others() -> Iterator[str]:
                 yield node.attr
 
 
+def replaced_names() -> Iterator[str]:
+    """What `patch.object` puts something else in the place of."""
+    for path in SRC.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "patch.object":
+                name = node.args[1]
+                yield from [name.value] if isinstance(name, ast.Constant) else []
+
+
 def test_all_that_is_used_is_looked_for() -> None:
     known = {
         part
@@ -152,6 +168,7 @@ def test_all_that_is_used_is_looked_for() -> None:
             versions.PARAMETERS,
             versions.DRY_RUN_NAMES,
             versions.DRY_RUN_PARAMETERS,
+            versions.LATER_NAMES,
         )
         for row in table.items()
         for text in row
@@ -161,6 +178,23 @@ def test_all_that_is_used_is_looked_for() -> None:
     private = {name for name in used if name[0] == "_" and name[:2] != "__"}
     assert private
     assert private - known - OURS - PARTS - {*versions.COUNTERS} == ELSEWHERE
+    replaced = {*replaced_names()}
+    assert replaced - known == PROMISED
+
+
+def test_what_is_imported_later_is_looked_for_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its lack passed for an optimizer that cannot be built."""
+    from axolotl.core.builders import HFCausalTrainerBuilder
+
+    versions.require_later()
+    name = "_set_base_training_args"
+    owner = next(kind for kind in HFCausalTrainerBuilder.__mro__ if name in vars(kind))
+    monkeypatch.delattr(owner, name)
+    cfg, model = DictDefault({"optimizer": "adamw_torch"}), nn.Linear(1, 1)
+    with pytest.raises(ConfigError, match=r"TrainerBuilder\._set_base_training_args\."):
+        optimizer_bytes(cfg, model, "cpu", [])
 
 
 def test_a_package_that_is_not_installed_is_told_to_be(

@@ -295,6 +295,22 @@ KEYS: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "passed over": ({"_anchors": 1, "my_note": 2, "liger_rope": True, 5: 6}, []),
     "quoted": ({"fp16": "false", "tiled_mlp": "no"}, []),
+    "quoted of ours": (
+        {
+            "protrain_force_all_persistent": True,
+            "protrain_zero3_shard": "false",
+            "protrain_auto_mode": "no",
+            "protrain_fp32_master": "off",
+        },
+        [],
+    ),
+    "no mapping": (
+        {"trl": "grpo"},
+        [
+            "`trl: grpo` has no keys of its own. Write them below it, for ",
+            "`protrain_auto_memory: false` trains without ProTrain.",
+        ],
+    ),
 }
 """Keys beside a good base, and the lines that are said of them."""
 

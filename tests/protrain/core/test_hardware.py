@@ -681,6 +681,17 @@ def test_figures_of_a_busy_processor_are_for_now_only(
     assert values == [1, made]
 
 
+def test_a_folder_of_the_users_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And none here that is called `~`."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    cached("~/kept", KEY, Maker(), Made)
+    assert len([*(tmp_path / "home/kept").iterdir()]) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+
+
 @SILENT
 def test_a_changed_key_is_measured_beside_the_other(tmp_path: Path) -> None:
     make = Maker()

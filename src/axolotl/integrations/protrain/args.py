@@ -27,7 +27,7 @@ from pydantic import (
 from .core.errors import BudgetError, ConfigError
 from .core.sizes import parse_bytes
 from .core.types import Knobs
-from .refusals import as_yaml, changes, refusals
+from .refusals import as_yaml, changes, is_off, refusals
 
 PLUGIN = "axolotl.integrations.protrain.ProTrainPlugin"
 OURS = re.compile("pro[-_]?train", re.IGNORECASE)
@@ -205,7 +205,8 @@ class ProTrainArgs(BaseModel):
     protrain_disk_dir: Folder | None = Field(
         default=None,
         description="Folder on a fast disk for frozen weights for which the host has no "
-        "room. They are written there once and read ahead while blocks compute.",
+        "room. They are read from the base's own files where these lie on that disk, else "
+        "written there once, and read ahead while blocks compute.",
     )
     protrain_learn_peak: Flag = Field(
         default=True,
@@ -272,9 +273,13 @@ def ways_out(settings: Mapping[str, Any]) -> str:
 
 def mode_conflicts(args: ProTrainArgs) -> list[str]:
     """Ways of choosing the plan that exclude each other."""
-    forced = [key for key in FORCED if getattr(args, key)]
+    # of a YAML as it is spelt, too
+    flags = (*FORCED, "protrain_auto_mode", "protrain_fp32_master")
+    on = {key for key in flags if getattr(args, key) and not is_off(getattr(args, key))}
+    forced = [key for key in FORCED if key in on]
     names = " and ".join(f"`{key}`" for key in forced)
-    resident, searches = args.protrain_force_all_persistent, args.protrain_auto_mode
+    resident = "protrain_force_all_persistent" in on
+    searches = "protrain_auto_mode" in on
     by_hand = overrides(args)
     lines = []
     if len(forced) > 1:
@@ -286,7 +291,7 @@ def mode_conflicts(args: ProTrainArgs) -> list[str]:
             "`protrain_force_all_persistent` leaves nothing for the "
             "`protrain_n_…_override` keys to set. Drop one or the other."
         )
-    if resident and args.protrain_fp32_master:
+    if resident and "protrain_fp32_master" in on:
         lines.append(
             "`protrain_fp32_master` keeps state on the host, which "
             "`protrain_force_all_persistent` excludes. Drop one of them."

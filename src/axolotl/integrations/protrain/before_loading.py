@@ -116,16 +116,15 @@ def dry_run(asked: tuple[Any, Hardware, World]) -> Answer:
     cfg, hardware, world = asked
     # imported here: the plugin has this module
     from axolotl.integrations.base import PluginManager
-    from axolotl.utils.config import prepare_plugins
 
-    from .offline.meta_model import meta_model_of
+    from .offline.meta_model import meta_model_of, register_plugins
 
-    # one may bring the model's class; ours has checked these keys as they were written
-    prepare_plugins(type(cfg)({**cfg, "protrain_auto_memory": False}))
     PluginManager.get_instance().cfg = cfg
     device_type, args = hardware.name, args_from(cfg)
     started = time.monotonic()
     try:
+        # one may bring the model's class; ours has checked these keys as they were written
+        register_plugins(type(cfg)({**cfg, "protrain_auto_memory": False}))
         meta = meta_model_of(cfg, device_type)
 
         def traced(**change: int) -> TracedJob:

@@ -54,7 +54,13 @@ def _entry(mapping: object, key: str) -> object:
     return mapping.get(key) if isinstance(mapping, Mapping) else None
 
 
-def _is_off(value: object) -> bool:
+def _names(value: object) -> list[str]:
+    """The names of a list, or one alone; none of what Axolotl will refuse."""
+    listed = [value] if isinstance(value, str) else value
+    return [str(name) for name in listed] if isinstance(listed, list | tuple) else []
+
+
+def is_off(value: object) -> bool:
     """As pydantic reads it."""
     return str(value).lower() in ("false", "off", "no", "f", "n", "0")
 
@@ -104,7 +110,7 @@ _MIGRATED = (
     Refusal(
         "protrain_auto_memory",
         "trains without ProTrain",
-        when=_is_off,
+        when=is_off,
         instead="protrain_auto_memory: true",
     ),
 )
@@ -237,7 +243,7 @@ def changes(raw: Mapping[str, Any]) -> list[Refusal]:
 def refusals(settings: Mapping[str, Any]) -> list[str]:
     """One line for every setting, ours or Axolotl's, that ProTrain cannot work with."""
     # of a YAML as it is spelt, too: pydantic takes "false" for false
-    settings = {k: v for k, v in _considered(settings).items() if not _is_off(v)}
+    settings = {k: v for k, v in _considered(settings).items() if not is_off(v)}
     lines = _of_sampling(settings)
     if _entry(settings.get("model_quantization_config_kwargs"), "dequantize"):
         # plain weights once they are loaded
@@ -345,8 +351,13 @@ def _of_sampling(settings: Mapping[str, Any]) -> list[str]:
     """A line for each key of `trl`, a mapping or validated, under which answers come in
     another way than ProTrain follows."""
     trl = settings.get("trl") or {}
+    if not isinstance(trl, Mapping) and not hasattr(trl, "__dict__"):
+        return [
+            f"{as_yaml('trl', trl)} has no keys of its own. Write them below it, for "
+            "example `  max_completion_length: 256`."
+        ]
     trl = trl if isinstance(trl, Mapping) else vars(trl)
-    trl = {key: value for key, value in trl.items() if value and not _is_off(value)}
+    trl = {key: value for key, value in trl.items() if value and not is_off(value)}
     lines = [
         row._replace(key=f"trl.{row.key}").message(trl[row.key])
         for row in _SAMPLING
@@ -395,8 +406,8 @@ def cautions(
         )
     if not settings.get("adapter") or settings.get("merge_method") == "legacy":
         return lines
-    unpacks = settings.get("model_quantization_config_kwargs") or {}
-    if settings.get("model_quantization_config") and unpacks.get("dequantize"):
+    kwargs = settings.get("model_quantization_config_kwargs")
+    if settings.get("model_quantization_config") and _entry(kwargs, "dequantize"):
         lines.append(
             "model_quantization_config: `axolotl merge-lora` leaves the experts of such a "
             "base as they were and rounds other weights to its bits again. "
@@ -404,17 +415,15 @@ def cautions(
             "that trained, into 16 bits"
         )
         return lines
-    targets = settings.get("lora_target_parameters") or ()
-    if isinstance(targets, str):
-        targets = [targets]
+    targets = _names(settings.get("lora_target_parameters"))
     merge = "`axolotl merge-lora` under its default, `merge_method: memory_efficient`,"
     way_out = "Set `merge_method: legacy`, and compare what is merged"
-    if any("expert" in str(name) for name in targets):
+    if any("expert" in name for name in targets):
         lines.append(
             f"lora_target_parameters: {merge} leaves the experts of some models, Mixtral "
             f"for one, as they were. {way_out}"
         )
-    copies = _COPIED.intersection(settings.get("lora_modules_to_save") or ())
+    copies = _COPIED.intersection(_names(settings.get("lora_modules_to_save")))
     if tied and copies and not settings.get("peft_ensure_weight_tying"):
         lines.append(
             f"lora_modules_to_save: embedding and head, one weight in the base, train as "

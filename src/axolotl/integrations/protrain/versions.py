@@ -22,7 +22,7 @@ from axolotl.utils import trainer as axolotl_trainer
 from axolotl.utils.config import prepare_plugins
 from packaging.requirements import Requirement
 
-from .core.errors import ConfigError
+from .core.errors import FOREIGN_ERRORS, ConfigError, first_complaint
 
 NAMES = {
     "torch": "_foreach_norm _fused_sdp_choice",
@@ -59,6 +59,9 @@ NAMES = {
     "peft.peft_model": "safe_save_file",
     "transformers:PreTrainedConfig": "_attn_implementation _experts_implementation",
     "transformers.modeling_utils": "safe_save_file split_torch_state_dict_into_shards",
+    "transformers.quantizers.quantizer_finegrained_fp8:FineGrainedFP8HfQuantizer": "update"
+    "_tp_plan",
+    "transformers.trainer_utils": "shutil",
 }
 """Names that must be there, by their owner. What Axolotl imports later is not asked for."""
 
@@ -95,13 +98,15 @@ PARAMETERS = {
 """Functions that are called or overridden, with their first parameters in order."""
 
 DRY_RUN_NAMES = {
-    "axolotl.integrations.base:PluginManager": "_cfg",
+    "axolotl.integrations.base:PluginManager": "_cfg get_training_args register",
     "axolotl.loaders.model:ModelLoader": "_apply_pre_model_load_setup _build_model "
     "_configure_experts_implementation _load_adapters "
     "_reinitialize_classification_head",
     "axolotl.loaders.patch_manager:PatchManager": "_apply_flash_attention_patches "
     "_apply_sageattn_patches _apply_sdpa_varlen_patch",
     "axolotl.monkeypatch.attention.sdpa_varlen": "patch_sdpa_varlen",
+    "bitsandbytes:torch.ops.bitsandbytes": "gemm_4bit int8_mixed_scaled_mm "
+    "int8_vectorwise_quant",
     "transformers:PreTrainedModel": "_get_dtype_plan _initialize_missing_keys "
     "_move_missing_keys_from_meta_to_device",
     "transformers.core_model_loading": "build_glob_alternation",
@@ -113,6 +118,16 @@ DRY_RUN_PARAMETERS = {
     "model_loader_class",
 }
 """Names and functions that a dry run uses and training does not."""
+
+LATER_NAMES = {
+    "axolotl.core.builders:HFCausalTrainerBuilder": "_set_base_training_args",
+    "axolotl.core.trainers.grpo:GRPOStrategy": "get_reward_func",
+    "trl.trainer.dpo_trainer": "create_model_from_path",
+    "trl.trainer.grpo_trainer": "VLLMGeneration create_model_from_path",
+    "trl.trainer.kto_trainer": "create_model_from_path",
+}
+"""Names of modules that are imported after all plugins are registered, whose arguments are
+merged in, by what builds trainers and optimizers without weights."""
 
 COUNTERS = (
     *("tokens", "_tkps_trainable_acc", "_tkps_total_acc"),
@@ -172,7 +187,22 @@ def require_internals(dry_run: bool = False) -> None:
         ConfigError: Names what, the versions here and those it works with.
     """
     tables = (DRY_RUN_NAMES, DRY_RUN_PARAMETERS) if dry_run else (NAMES, PARAMETERS)
-    if missing := list(_missing(*tables)):
+    _require(*tables, dry_run)
+
+
+def require_later(module: str = "") -> None:
+    """As `require_internals` of `LATER_NAMES`: of all, or of those in a module.
+
+    Raises:
+        ConfigError: As there.
+    """
+    names = {owner: n for owner, n in LATER_NAMES.items() if owner.startswith(module)}
+    # training looks at its optimizer so, too
+    _require(names, {}, dry_run=not module)
+
+
+def _require(names: dict[str, str], parameters: dict[str, str], dry_run: bool) -> None:
+    if missing := list(_missing(names, parameters)):
         allowed = " and ".join(map(str, supported().values()))
         here = ", ".join(f"{n} {version(n)}" for n in (*supported(), "transformers"))
         otherwise = "set `protrain_auto_memory: false` to train without it"
@@ -225,12 +255,21 @@ def import_plugins(cfg: Any) -> None:
     registered = PluginManager.get_instance().plugins
     try:
         prepare_plugins(cfg)
-    except (ImportError, AttributeError) as raised:
-        # a module, or its class
+    except ConfigError:
+        # of a plugin that is there
+        raise
+    except (ImportError, SyntaxError, *FOREIGN_ERRORS) as raised:
         error = raised
     for name in cfg.plugins or ():
         if name.replace(":", ".") not in registered:
-            raise ConfigError(f"plugins: {name} cannot be imported here.") from error
+            why = (
+                f": {type(error).__name__}: {first_complaint(error)}" if error else "."
+            )
+            raise ConfigError(
+                f"plugins: {name} cannot be imported here{why}"
+            ) from error
+    if error is not None:
+        raise error
 
 
 def forget_other_names(plugin: Any) -> None:

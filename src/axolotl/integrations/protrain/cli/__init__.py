@@ -9,6 +9,7 @@ import gc
 import io
 import json
 import logging
+import os
 import sys
 import textwrap
 import time
@@ -382,8 +383,10 @@ def _plan(
     axolotl-protrain plan config.yaml --gpu 4090 --max seq
     axolotl-protrain plan config.yaml --gpu mine --cards cards.yaml --json
     """
+    from unittest.mock import patch
+
     from ..checks import checked_yaml
-    from ..offline.worker import Worker, lean_imports
+    from ..offline.worker import Worker, alone, lean_imports
 
     try:
         # what can be said before a minute of work
@@ -399,6 +402,7 @@ def _plan(
             _Progress(sys.stderr) as say,
             _silence(),
             lean_imports(),
+            patch.dict(os.environ, alone(), clear=True),
             ExitStack() as undo,
         ):
             say("importing Axolotl")
@@ -642,7 +646,7 @@ def _serve(
     hosts: tuple[str, ...],
     status: str | None,
 ) -> None:
-    """Train adapters of CONFIG's base for Tinker clients, several at once.
+    """Train many adapters of CONFIG's base, or all of it, for Tinker clients.
 
     The first line says where it listens. Clients send the key in PROTRAIN_API_KEY, if it
     is set; see docs/service.md.

@@ -69,6 +69,9 @@ class Fitting:
             if (found := option.settings(cfg, on_cuda))
         ]
         self._as_it_is, *priced = self._priced([[], *([row] for row in rows)])
+        if self._as_it_is["verdict"] == report.UNSUPPORTED:
+            # a plugin may look at where it runs
+            raise ConfigError(f"--levers: {self._as_it_is['note']}")
         self._singles = [
             (row, one)
             for row, one in zip(rows, priced, strict=True)

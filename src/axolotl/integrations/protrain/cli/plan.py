@@ -571,7 +571,7 @@ class DryRun:
                 self._meta.model,
                 self.device_type,
                 world,
-                objective=self._meta.objective(),
+                objective=self._meta.objective(self._num_gpus),
                 optimizer=self._subject().optimizer if same else None,
             )
         packed = self.cfg.load_in_4bit or self.cfg.load_in_8bit

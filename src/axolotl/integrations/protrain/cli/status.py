@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from http.client import HTTPException
+from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
@@ -26,7 +28,7 @@ def status_text(url: str) -> str:
     asked = Request(f"{url.rstrip('/')}/api/v1/status", headers=headers)  # noqa: S310
     try:
         with urlopen(asked, timeout=30) as answer:  # noqa: S310  # nosec B310
-            told = json.load(answer)
+            return _text(json.load(answer))
     except HTTPError as error:
         raise ConfigError(
             f"--status {url}: answered {error.code} {error.reason}. A server with a key "
@@ -37,6 +39,15 @@ def status_text(url: str) -> str:
             f"--status {url}: nobody answers there ({error.reason}). Give the address that "
             "`axolotl-protrain serve` printed."
         ) from error
+    except (HTTPException, LookupError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"--status {url}: no server of this package answers there "
+            f"({type(error).__name__}: {error}). Give the address that `axolotl-protrain "
+            "serve` printed."
+        ) from error
+
+
+def _text(told: Any) -> str:
     lines = [told["plan"], f"base {told['base_model']}"]
     for adapter in told["adapters"]:
         where = "host" if adapter["on_host"] else "disk"

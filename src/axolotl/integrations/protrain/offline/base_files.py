@@ -25,6 +25,8 @@ _OTHERS = {
     ".msgpack": "Flax",
 }
 """Formats that transformers does not train, by how their files end."""
+_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?", re.ASCII)
+"""A repository of the Hub."""
 _FROM = "; give the safetensors model it was made from"
 
 
@@ -48,12 +50,12 @@ def require_base(raw: Mapping[str, Any], *, here: bool) -> None:
             raise ConfigError(f"{name} is GGUF, which cannot be trained{_FROM}.")
         raise ConfigError(f"{name} is a file; give the folder it is in.")
     is_folder = os.path.isdir(path)
-    if not is_folder and _is_path(str(source)):
-        raise ConfigError(f"{name}: there is no such path{_nearest(path)}")
     folder = path if is_folder else _cached(raw, str(source))
     if folder is not None:
         _require_trainable(folder, name, raw)
         return
+    if _is_path(str(source)):
+        raise ConfigError(f"{name}: there is no such path{_nearest(path)}")
     if re.search("gguf", str(source), re.IGNORECASE):
         raise ConfigError(
             f"{name} is GGUF by its name, which cannot be trained{_FROM}."
@@ -69,11 +71,9 @@ def require_base(raw: Mapping[str, Any], *, here: bool) -> None:
 def base_config(raw: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Read the config.json of a YAML's base; None where it is not here, or damaged."""
     source = str(raw.get("base_model_config") or raw.get("base_model") or "")
-    folder = Path(source) if os.path.isdir(source) else _cached(raw, source)
-    if folder is None:
-        return None
     try:
-        return _read(folder / "config.json", source)
+        folder = Path(source) if os.path.isdir(source) else _cached(raw, source)
+        return None if folder is None else _read(folder / "config.json", source)
     except ConfigError:
         # `require_base` says so
         return None
@@ -86,8 +86,7 @@ def download_config(raw: Mapping[str, Any]) -> None:
         ConfigError: It is not to be had.
     """
     source = str(raw.get("base_model_config") or raw.get("base_model") or "")
-    is_here = os.path.exists(source) or _is_path(source) or _cached(raw, source)
-    if is_here:
+    if os.path.exists(source) or _cached(raw, source) or _is_path(source):
         return
     # imported here: half a second, and most often nothing is fetched
     from httpx import HTTPError
@@ -104,10 +103,9 @@ def download_config(raw: Mapping[str, Any]) -> None:
 
 
 def _is_path(source: str) -> bool:
-    """Tell whether a name can be no repository of the Hub."""
-    is_name = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", source, re.ASCII)
+    """Tell whether a name that is not in the cache is none of the Hub's."""
     owner, slash, _ = source.partition("/")
-    return not is_name or (bool(slash) and os.path.isdir(owner))
+    return not _NAME.fullmatch(source) or (bool(slash) and os.path.isdir(owner))
 
 
 def _nearest(path: Path) -> str:
@@ -126,9 +124,14 @@ def _cached(raw: Mapping[str, Any], source: str) -> Path | None:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    if _is_path(source):
+    if not _NAME.fullmatch(source):
         return None
     revision = raw.get("revision_of_model")
+    if not isinstance(revision, str | None):
+        raise ConfigError(
+            f"revision_of_model: {revision!r} is no text; write it in quotes, for example "
+            f'`revision_of_model: "{revision}"`.'
+        )
     try:
         folder = Path(
             snapshot_download(source, revision=revision, local_files_only=True)

@@ -170,7 +170,7 @@ def _processor_settings(cfg: Any) -> dict[str, Any]:
     source = str(cfg.processor_config or cfg.base_model)
     settings: dict[str, Any] = {}
     for name in ("preprocessor_config.json", "processor_config.json"):
-        file = find_file(source, name)
+        file = find_file(source, name, cfg.revision_of_model)
         if file is not None:
             read = json.loads(file.read_text("utf-8"))
             settings |= read.get("image_processor", read)

@@ -91,7 +91,11 @@ def _file(module: str) -> Path | None:
 @cache
 def _source(module: str) -> ast.Module | None:
     file = _file(module)
-    return ast.parse(file.read_bytes()) if file else None
+    try:
+        return ast.parse(file.read_bytes(), str(file)) if file else None
+    except (SyntaxError, ValueError):
+        # of a plugin of somebody's: an import says what is wrong
+        return None
 
 
 @cache

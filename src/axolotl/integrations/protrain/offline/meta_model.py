@@ -13,7 +13,7 @@ import contextlib
 import gc
 import importlib.util
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
@@ -41,8 +41,11 @@ from axolotl.utils.schemas.enums import CustomSupportedOptimizers
 from datasets import Dataset
 from huggingface_hub import constants
 from huggingface_hub.errors import StrictDataclassError
+from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
     BitsAndBytesConfig,
     PreTrainedModel,
     Trainer,
@@ -71,7 +74,7 @@ from ..loading import (
     unpack_unpaged,
 )
 from ..refusals import TAKEN_OVER
-from ..versions import import_plugins, require_internals
+from ..versions import import_plugins, require_internals, require_later
 from .batches import find_file
 from .fake_kernels import (
     PLANNED_ATTENTION,
@@ -95,6 +98,11 @@ _TOKENIZER_FILES = (
     "vocab.json",
     "tekken.json",
 )
+_HOOKS = (
+    "register pre_model_load post_model_build pre_lora_load post_lora_load "
+    "post_model_load"
+).split()
+"""Methods of plugins that are called while a model is built."""
 _FILLERS = ("_move_missing_keys_from_meta_to_device", "_initialize_missing_keys")
 """Methods of transformers for weights that a checkpoint lacks, as here all are."""
 
@@ -116,7 +124,7 @@ class MetaModel:
     assumptions: list[str]
     trainer: Trainer | None = None
 
-    def objective(self) -> Objective | None:
+    def objective(self, num_ranks: int = 1) -> Objective | None:
         """The loss of the trainer, on rows of `sequence_len`; None for one forward."""
         if self.trainer is None:
             return None
@@ -124,7 +132,13 @@ class MetaModel:
         from ..objective import objective_of
 
         cfg, trainer = self.cfg, self.trainer
-        trainer.args.per_device_train_batch_size = cfg.micro_batch_size
+        args: Any = trainer.args
+        args.per_device_train_batch_size = rows = cfg.micro_batch_size
+        args.gradient_accumulation_steps = steps = cfg.gradient_accumulation_steps
+        if cfg.trl and cfg.trl.generation_batch_size:
+            steps = max(cfg.trl.generation_batch_size // (rows * num_ranks), 1)
+        # of GRPO; as it follows them itself when it is built
+        args.steps_per_generation = steps
         dataset, collate = trainer.train_dataset, trainer.data_collator
         return objective_of(trainer, dataset, collate, cfg.sequence_len)
 
@@ -176,6 +190,7 @@ def meta_model_of(cfg: DictDefault, target: str, trains: bool = False) -> MetaMo
         if not (cfg.rl and trains):
             return MetaModel(cfg, model, assumptions)
         trainer = _preference_trainer(cfg, model, tokenizer, adapter)
+        _put_judges(cfg, trainer, assumptions)
         wrapped: Any = trainer.model
         return MetaModel(cfg, wrapped.train(), assumptions, trainer)
 
@@ -200,16 +215,24 @@ def _keys(cfg: DictDefault, values: Mapping[str, object]) -> Iterator[None]:
         cfg.update(before)
 
 
+_RANK_DIM = {"A": 0, "embedding_A": 0, "B": 1, "embedding_B": 1}
+
+
 def _resize_adapters(
     model: nn.Module, old: int, new: int, undo: contextlib.ExitStack
 ) -> None:
     """Give LoRA weights on the meta device another rank."""
     for path, param in list(model.named_parameters(remove_duplicate=False)):
-        dim = 0 if "lora_A" in path or "lora_embedding_A" in path else 1
-        if ".lora_" not in path or param.ndim != 2 or param.shape[dim] != old:
+        layer_path, is_of_layer, kind = path.rpartition(".lora_")
+        layer = model.get_submodule(layer_path) if is_of_layer else None
+        if not isinstance(layer, LoraLayer) or old not in layer.r.values():
+            continue
+        dim = _RANK_DIM.get(kind.partition(".")[0])
+        if dim is None or param.ndim != 2 or param.shape[dim] % old:
             continue
         shape = list(param.shape)
-        shape[dim] = new
+        # that of experts has rows for each of them
+        shape[dim] = shape[dim] // old * new
         module, _, name = path.rpartition(".")
         owner = model.get_submodule(module)
         undo.callback(setattr, owner, name, param)
@@ -218,6 +241,40 @@ def _resize_adapters(
 
 
 # ---------------------------------------------------------------- configuration
+
+
+def register_plugins(cfg: DictDefault) -> None:
+    """Register the plugins of a YAML, each named in what it raises where it needs weights
+    or a GPU.
+
+    Raises:
+        ConfigError: One is not there, or does not run.
+    """
+    manager = PluginManager.get_instance()
+    register = manager.register
+
+    def named(name: str) -> None:
+        register(name)
+        plugin: Any = manager.plugins.get(name.replace(":", "."))
+        for hook in _HOOKS if plugin is not None else ():
+            own = getattr(plugin, hook)
+            setattr(plugin, hook, partial(_called, f"{name}.{hook}", own))
+
+    with patch.object(manager, "register", named):
+        import_plugins(cfg)
+
+
+def _called(name: str, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    try:
+        return hook(*args, **kwargs)
+    except (ValueError, NotImplementedError):
+        # which say themselves what they refuse
+        raise
+    except FOREIGN_ERRORS as error:
+        raise ConfigError(
+            f"plugins: {name} does not run without weights and a GPU, which a plan needs: "
+            f"{type(error).__name__}: {first_complaint(error)}"
+        ) from error
 
 
 def _validated(config: Path, target: str) -> tuple[DictDefault, list[str]]:
@@ -241,7 +298,7 @@ def _validated(config: Path, target: str) -> tuple[DictDefault, list[str]]:
     }
     environment = {"torch_version": torch.__version__.split("+", maxsplit=1)[0]}
     try:
-        import_plugins(cfg)
+        register_plugins(cfg)
         cfg = validate_config(cfg, capabilities, environment)
         fields = merge_input_args()[-1].model_fields
         known = {*fields, *(f.alias for f in fields.values() if f.alias)}
@@ -284,7 +341,7 @@ def _check_optimizer(cfg: DictDefault) -> None:
 
 def _require_model_type(cfg: DictDefault) -> None:
     source = str(cfg.base_model_config or cfg.base_model)
-    found = find_file(source, "config.json")
+    found = find_file(source, "config.json", cfg.revision_of_model)
     model_type = json.loads(found.read_bytes()).get("model_type") if found else None
     if model_type not in CONFIG_MAPPING and not cfg.trust_remote_code:
         raise ConfigError(
@@ -364,6 +421,7 @@ def _preference_trainer(
     from axolotl.core.trainers.grpo import GRPOStrategy
     from trl.trainer import dpo_trainer, grpo_trainer, kto_trainer
 
+    require_later()
     if isinstance(tokenizer, _Vocabulary):
         raise ConfigError(
             f"tokenizer_config: rl: {cfg.rl.value} needs a tokenizer to be planned, and "
@@ -410,13 +468,38 @@ def _no_reward(prompts: list[Any], completions: list[Any], **_: Any) -> list[flo
     return [0.0] * len(completions)
 
 
+def _put_judges(cfg: DictDefault, trainer: Any, assumptions: list[str]) -> None:
+    """Build the rewards that are models, as TRL loads them; what `_no_reward` stands for
+    besides is code."""
+    names = cfg.trl.reward_funcs if hasattr(trainer, "reward_funcs") else ()
+    for index, name in enumerate(names or ()):
+        found = find_file(name, "config.json")
+        if found is None and "/" not in name:
+            continue
+        try:
+            if found is None:
+                raise FileNotFoundError("it is not here")
+            config = AutoConfig.from_pretrained(found.parent, num_labels=1)
+            with _META:
+                judge = AutoModelForSequenceClassification.from_config(config)
+            trainer.reward_funcs[index] = judge
+        except (OSError, *FOREIGN_ERRORS) as error:
+            assumptions.append(
+                f"trl.reward_funcs: {name} is a model, whose bytes are not counted: "
+                f"{first_complaint(error)}"
+            )
+
+
 def _tokenizer(cfg: DictDefault, assumptions: list[str]) -> Any:
-    source = str(cfg.tokenizer_config)
-    if any(find_file(source, name) for name in _TOKENIZER_FILES):
+    source, revision = str(cfg.tokenizer_config), cfg.revision_of_model
+    if any(find_file(source, name, revision) for name in _TOKENIZER_FILES):
         try:
             return load_tokenizer(cfg)
-        except (ValueError, ImportError, OSError) as error:
-            raise ConfigError(f"tokenizer_config: {first_complaint(error)}") from error
+        except (ImportError, OSError, *FOREIGN_ERRORS) as error:
+            raise ConfigError(
+                f"tokenizer_config: {source} gives no tokenizer: {type(error).__name__}: "
+                f"{first_complaint(error)}"
+            ) from error
     text_config = load_model_config(cfg).get_text_config()
     added = len(cfg.tokens or [])
     assumptions.append(

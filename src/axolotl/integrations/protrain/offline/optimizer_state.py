@@ -17,6 +17,7 @@ from transformers.training_args import OptimizerNames
 
 from ..core.planner import optimizer_bytes as probe
 from ..core.planner.optimizer_bytes import OptimizerBytes
+from ..versions import require_later
 
 
 def optimizer_bytes(
@@ -27,6 +28,8 @@ def optimizer_bytes(
     mastered: Collection[str] = (),
 ) -> OptimizerBytes:
     """Measure the optimizer of `cfg` over what trains of `model`, on the meta device."""
+    # what is missing there would pass for an optimizer that cannot be built
+    require_later("axolotl.core.builders")
     make, name = partial(plain_optimizer, cfg, model), cfg.optimizer
     # it notes embeddings by `id`, which may be those of others later
     with patch.object(bnb.optim.GlobalOptimManager, "_instance", None):

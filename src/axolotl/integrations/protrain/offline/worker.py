@@ -27,6 +27,11 @@ _LAUNCHERS = (
 ).split()
 
 
+def alone() -> dict[str, str]:
+    """The environment of a dry run, which joins nobody: a pod may name other ranks."""
+    return {k: v for k, v in os.environ.items() if k not in _LAUNCHERS}
+
+
 class WorkerError(ProTrainError):
     """A worker that has ended, or took too long."""
 
@@ -46,9 +51,8 @@ class Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            # a dry run needs no GPU and joins nobody
-            env={k: v for k, v in os.environ.items() if k not in _LAUNCHERS}
-            | {"CUDA_VISIBLE_DEVICES": ""},
+            # a dry run needs no GPU
+            env={**alone(), "CUDA_VISIBLE_DEVICES": ""},
         )
 
     def __enter__(self) -> Worker:

@@ -124,7 +124,7 @@ def keep(folder: str | Path | None, key: Mapping[str, JSON], value: Any) -> None
 
 
 def _file(folder: str | Path | None) -> Path:
-    folder = default_folder() if folder is None else Path(folder)
+    folder = default_folder() if folder is None else Path(folder).expanduser()
     return folder / f"{re.sub(r'[^A-Za-z0-9]+', '-', cpu_name()).strip('-')}.json"
 
 
