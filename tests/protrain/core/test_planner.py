@@ -17,7 +17,7 @@ from axolotl.integrations.protrain.core.planner.memory import MemoryModel
 from axolotl.integrations.protrain.core.planner.planner import Forecast, Planner
 from axolotl.integrations.protrain.core.planner.search import ONLY_A
 from axolotl.integrations.protrain.core.sizes import format_bytes
-from axolotl.integrations.protrain.core.types import Budget, Knobs
+from axolotl.integrations.protrain.core.types import Budget, Generation, Knobs, Work
 from axolotl.integrations.protrain.job import (
     choice_of,
     uncomputed,
@@ -91,6 +91,27 @@ def test_training_without_a_pager(case: Case, recompute: bool) -> None:
     assert all(placement.value == "resident" for placement in plan.placements)
     again = tuple(policy.recomputes for policy in plan.policies)
     assert again == (recompute,) * len(case.layout.blocks)
+
+
+def sampling(case: Case, **known: int) -> Case:
+    """The same with a few sequences that are sampled between two steps."""
+    work = (Work(),) * (len(case.layout.blocks) + 1)
+    sizes = {"row_bytes": 30, "cache_bytes": 20, **known}
+    generation = Generation(6, 3, 4, prefill=work, decode=work, **sizes)
+    return replace(case, workload=replace(case.workload, generation=generation))
+
+
+@given(cases(), st.integers(0, 20_000))
+def test_training_without_a_pager_samples_all_at_once(
+    case: Case, device_bytes: int
+) -> None:
+    """Only this sees a verdict on plain training with waves that it does not have."""
+    case = sampling(case, away_bytes=10)
+    forecast = planner(case, device_bytes).plainly(0)
+    assert forecast.generation is not None
+    assert (forecast.generation.rows, forecast.generation.waves) == (6, 1)
+    assert forecast.device == case.memory.device(forecast.plan, 6 * 20, 6 * 10)
+    assert forecast.host == case.memory.host(forecast.plan)
 
 
 @given(cases(), st.data())
