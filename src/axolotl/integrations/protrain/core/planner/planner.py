@@ -147,7 +147,8 @@ class Planner(Search):
             device = memory.device(plan, *taken)
         host = memory.host(plan)
         if generation is not None and generation.away_bytes:
-            there = host.phases["train"] + generation.away_bytes
+            ranks = memory.workload.world.local_size
+            there = host.phases["train"] + ranks * generation.away_bytes
             host = replace(host, phases={**host.phases, GENERATION: there})
         order = gradient_order(memory.layout, memory.trace)
         return Forecast(
@@ -176,8 +177,9 @@ class Planner(Search):
             return None
         room = self.budget_for(plan).usable_bytes
         host = self._budget.host_bytes - self.memory.host(plan).phases["train"]
-        demand = self._demand(plan)
-        return plan_generation(self.memory, plan, demand, room, max(host, 0))
+        # each rank of a node has a cache of its own
+        host = max(host, 0) // self.memory.workload.world.local_size
+        return plan_generation(self.memory, plan, self._demand(plan), room, host)
 
 
 def gradient_order(layout: Layout, trace: Trace) -> tuple[int, ...]:
