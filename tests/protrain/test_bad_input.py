@@ -158,6 +158,11 @@ RATES_DECIDE: dict[str, Any] = {
 """With a fast link two blocks would swap, for which the host has no room: one does."""
 ON_DISK = LORA | PAGED | {"protrain_cpu_capacity_bytes": "160KiB"}
 """Less than the base takes, and enough for the ring of a disk."""
+STATE_ON_HOST = PAGED | {
+    "unfrozen_parameters": ["^model.layers.[0-9].mlp"],
+    "protrain_cpu_capacity_bytes": "221KiB",
+}
+"""The base has room while it loads; what trains has none but where the rest is on a disk."""
 PARTIAL = {"partial": 1, "partial_resident": 4}
 """Resident chunks asked for, with the other knobs left out."""
 
@@ -171,6 +176,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
     base = {"base_model": WITHOUT_WEIGHTS}
     jobs.train("on_disk", ON_DISK, base, {"protrain_disk_dir": "disk"})
     jobs.train("no_disk", ON_DISK, base)
+    jobs.train("state", STATE_ON_HOST, base)
     for name, (settings, _) in REFUSED.items():
         jobs.train(name, settings)
     for name, (settings, limits, _) in BUDGETS.items():
@@ -231,8 +237,10 @@ def test_too_small_a_budget_is_refused_before_loading(jobs: Jobs, name: str) -> 
 
 
 def test_a_base_that_goes_to_a_disk_is_not_refused_before_loading(jobs: Jobs) -> None:
-    refused, loads = jobs["no_disk"].log, jobs["on_disk"].log
-    assert "BudgetError: protrain_cpu_capacity_bytes" in refused[-6000:]
+    loads = jobs["on_disk"].log
+    for refused in (jobs["no_disk"].log, jobs["state"].log):
+        assert "BudgetError: protrain_cpu_capacity_bytes" in refused[-6000:]
+        assert "Pre-saving" not in refused
     assert "BudgetError" not in loads
     assert "no file named model.safetensors" in loads
 

@@ -915,6 +915,19 @@ def test_a_revision_is_asked_for_throughout(
     assert not any("no tokenizer" in line for line in meta.assumptions)
 
 
+def test_a_dry_run_leaves_room_for_a_reference_model(tmp_path: Path) -> None:
+    """It is on the device already where training asks what is left."""
+    build_inputs(tmp_path)
+    keys = {"rl": "dpo", "tokenizer_config": str(tmp_path / TOKENIZER)}
+    meta = meta_model_of(tmp_path, "llama", keys)
+    whole = sum(param.nbytes for param in meta.model.parameters())
+    for real, headroom in ((None, whole), (meta.model, 0)):
+        subject = traced_job(
+            meta.cfg, meta.model, "cuda", real=real, objective=meta.objective()
+        )
+        assert subject.headroom_bytes == headroom
+
+
 # --------------------------------------------------------------------- refusals
 
 

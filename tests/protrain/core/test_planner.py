@@ -17,7 +17,13 @@ from axolotl.integrations.protrain.core.planner.memory import MemoryModel
 from axolotl.integrations.protrain.core.planner.planner import Forecast, Planner
 from axolotl.integrations.protrain.core.planner.search import ONLY_A
 from axolotl.integrations.protrain.core.sizes import format_bytes
-from axolotl.integrations.protrain.core.types import Budget, Knobs
+from axolotl.integrations.protrain.core.types import (
+    Budget,
+    Generation,
+    Knobs,
+    Work,
+    World,
+)
 from axolotl.integrations.protrain.job import (
     choice_of,
     uncomputed,
@@ -91,6 +97,45 @@ def test_training_without_a_pager(case: Case, recompute: bool) -> None:
     assert all(placement.value == "resident" for placement in plan.placements)
     again = tuple(policy.recomputes for policy in plan.policies)
     assert again == (recompute,) * len(case.layout.blocks)
+
+
+def sampling(case: Case, **known: int) -> Case:
+    """The same with a few sequences that are sampled between two steps."""
+    work = (Work(num_kernels=1),) * (len(case.layout.blocks) + 1)
+    sizes = {"row_bytes": 30, "cache_bytes": 20, **known}
+    generation = Generation(6, 3, 4, prefill=work, decode=work, **sizes)
+    return replace(case, workload=replace(case.workload, generation=generation))
+
+
+@given(cases(), st.integers(0, 20_000))
+def test_training_without_a_pager_samples_all_at_once(
+    case: Case, device_bytes: int
+) -> None:
+    """Only this sees a verdict on plain training with waves that it does not have."""
+    case = sampling(case, away_bytes=10)
+    forecast = planner(case, device_bytes).plainly(0)
+    assert forecast.generation is not None
+    assert (forecast.generation.rows, forecast.generation.waves) == (6, 1)
+    assert forecast.device == case.memory.device(forecast.plan, 6 * 20, 6 * 10)
+    assert forecast.host == case.memory.host(forecast.plan)
+
+
+@given(cases(worlds=[World(2, 2), World(4, 2)]), st.integers(0, 400))
+def test_each_rank_of_a_node_has_a_cache_on_the_host(
+    case: Case, spare_bytes: int
+) -> None:
+    """Only this sees caches of two ranks where the host has room for one."""
+    # only more rows at once take less time, and the device has room for one
+    fast = replace(case.hardware, kernel_s=1, fetch_bytes_s=1e9, offload_bytes_s=1e9)
+    case = sampling(replace(case, hardware=fast), row_bytes=PLENTY, away_bytes=10)
+    plan = planner(case).plain(0)
+    host = case.memory.host(plan).phases["train"]
+    forecast = planner(case, PLENTY, host + spare_bytes).forecast(plan)
+    assert forecast.generation is not None
+    rows, away = forecast.generation.rows, forecast.generation.away_bytes
+    assert away == (20 * rows if rows > 1 else 0) <= spare_bytes // 2
+    assert (rows > 1) == (spare_bytes >= 2 * 2 * 20)
+    assert not away or forecast.host.phases["generation"] == host + 2 * away
 
 
 @given(cases(), st.data())

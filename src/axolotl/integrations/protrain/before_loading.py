@@ -94,7 +94,8 @@ def _loads_at_once(base: Path) -> bool:
 
 def _unmeasured(cfg: Any, device: torch.device) -> Hardware:
     """This machine's memory now, beside rates of some card: they change no bytes."""
-    limit, host_bytes = args_from(cfg).protrain_capacity_bytes, host_memory()
+    args, host_bytes = args_from(cfg), host_memory()
+    limit = args.protrain_capacity_bytes
     device_bytes = device_budget(limit, device, host_bytes)
     return replace(
         gpu_hardware("H100", None, host_bytes),
@@ -107,7 +108,7 @@ def _unmeasured(cfg: Any, device: torch.device) -> Hardware:
         gather_bytes_s=1e10,
         reduce_bytes_s=1e10,
         across_bytes_s=1e10,
-        disk_bytes_s=1e10,
+        disk_bytes_s=1e10 if args.protrain_disk_dir else 0.0,
     )
 
 

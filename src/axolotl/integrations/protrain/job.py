@@ -99,7 +99,7 @@ def traced_job(
     make_experts_traceable(model, assumptions)
     with fake_kernels(device_type, model) as used:
         traced, headroom = _traced(
-            model, batch, device_type, cfg, args, assumptions, objective
+            model, batch, device_type, cfg, args, assumptions, objective, real is None
         )
     real = model if real is None else real
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
@@ -319,6 +319,7 @@ def _traced(
     args: ProTrainArgs,
     assumptions: list[str],
     objective: Objective | None,
+    dry_run: bool,
 ) -> tuple[TracedStep, int]:
     """A step, with text alone where a vision tower cannot be traced, and its headroom."""
     others = objective.others if objective else {}
@@ -350,8 +351,9 @@ def _traced(
     for name, other in others.items():
         nbytes = sum(param.nbytes for param in other.parameters())
         assumptions.append(f"{name}: {format_bytes(nbytes)} that stay on the device")
-        # without a limit the device was asked what it has left
-        headroom += nbytes if args.protrain_capacity_bytes is not None else 0
+        # a training without a limit asks the device what these have left
+        if dry_run or args.protrain_capacity_bytes is not None:
+            headroom += nbytes
     if cfg.torch_compile:
         assumptions.append(
             "torch_compile: blocks are compiled one by one, nothing else is; bytes are "

@@ -624,8 +624,8 @@ def _alternative(
 
 def _without_plugin(planner: Planner) -> dict[str, Any]:
     def plain() -> Forecast:
-        plans = map(planner.plain, (0, len(planner.memory.layout.blocks)))
-        kept, recomputed = map(planner.forecast, plans)
+        numbers = 0, len(planner.memory.layout.blocks)
+        kept, recomputed = map(planner.plainly, numbers)
         return kept if report.lack(kept) is None else recomputed
 
     other = _alternative(report.WITHOUT_PLUGIN, plain)

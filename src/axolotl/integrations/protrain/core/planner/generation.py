@@ -71,7 +71,7 @@ def plan_generation(
         demand: Its chunks and their copies.
         room_bytes: Of the device, for the peak; where not one sequence fits, it is planned
             all the same, alone and with nothing held.
-        host_bytes: Of the host, for keys and values.
+        host_bytes: Of the host, for keys and values of each rank.
     """
     generation, layout = memory.workload.generation, memory.layout
     assert generation is not None

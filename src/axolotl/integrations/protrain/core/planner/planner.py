@@ -22,7 +22,7 @@ from ..types import (
     Trace,
     Workload,
 )
-from .generation import GenerationPlan, plan_generation
+from .generation import GenerationPlan, plan_generation, timed
 from .memory import GENERATION, DeviceEstimate, HostEstimate
 from .search import Search
 from .seconds import StepTime
@@ -127,7 +127,19 @@ class Planner(Search):
 
     def forecast(self, plan: Plan) -> Forecast:
         """Predict what a plan will cost."""
-        memory, generation = self.memory, self._generation(plan)
+        return self._forecast(plan, self._generation(plan))
+
+    def plainly(self, n_checkpoint: int) -> Forecast:
+        """Predict training without a pager, which samples all sequences at once and has
+        their keys and values on the device, whether there is room or not."""
+        plan, sampled = self.plain(n_checkpoint), self.memory.workload.generation
+        generation = sampled and timed(
+            (), sampled.rows * sampled.row_bytes, self.memory, plan, self._demand(plan)
+        )
+        return self._forecast(plan, generation)
+
+    def _forecast(self, plan: Plan, generation: GenerationPlan | None) -> Forecast:
+        memory = self.memory
         moved = memory.activations(plan.policies).moved
         device = memory.device(plan)
         if generation is not None:
@@ -135,7 +147,8 @@ class Planner(Search):
             device = memory.device(plan, *taken)
         host = memory.host(plan)
         if generation is not None and generation.away_bytes:
-            there = host.phases["train"] + generation.away_bytes
+            ranks = memory.workload.world.local_size
+            there = host.phases["train"] + ranks * generation.away_bytes
             host = replace(host, phases={**host.phases, GENERATION: there})
         order = gradient_order(memory.layout, memory.trace)
         return Forecast(
@@ -164,8 +177,9 @@ class Planner(Search):
             return None
         room = self.budget_for(plan).usable_bytes
         host = self._budget.host_bytes - self.memory.host(plan).phases["train"]
-        demand = self._demand(plan)
-        return plan_generation(self.memory, plan, demand, room, max(host, 0))
+        # each rank of a node has a cache of its own
+        host = max(host, 0) // self.memory.workload.world.local_size
+        return plan_generation(self.memory, plan, self._demand(plan), room, host)
 
 
 def gradient_order(layout: Layout, trace: Trace) -> tuple[int, ...]:
