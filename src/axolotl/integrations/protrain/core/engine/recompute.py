@@ -59,17 +59,17 @@ class Recompute(AroundCall):
             with self._swap.saving(self._index):
                 saved = _SavedArguments(args)
             run, args = partial(saved.passed_to, run), ()
-        run = partial(_without_first, run)
         try:
-            # torch replays random numbers of devices of which a positional argument is
-            return checkpoint(run, self._on_device, *args, use_reentrant=False)
+            return checkpoint(
+                lambda _on_device, *given: run(*given),
+                # torch replays random numbers of devices of which a positional argument is
+                self._on_device,
+                *args,
+                use_reentrant=False,
+            )
         except BaseException as error:
             _end_checkpoint(error)
             raise
-
-
-def _without_first(run: Callable[..., Any], _on_device: Tensor, *args: Any) -> Any:
-    return run(*args)
 
 
 def _end_checkpoint(error: BaseException) -> None:
