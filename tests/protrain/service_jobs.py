@@ -404,7 +404,7 @@ def not_finite(path: Path) -> tuple[str, bool, bool]:
         data = rows(1)
         row = weakref.ref(data[0].tokens)
         served.forward_backward("c", data).result()
-        data.clear()
+        del data
         before = saved(served, "c")
         gone = row() is None
         (datum,) = rows(2, 1)
