@@ -133,9 +133,10 @@ class Planner(Search):
         """Predict training without a pager, which samples all sequences at once and has
         their keys and values on the device, whether there is room or not."""
         plan, sampled = self.plain(n_checkpoint), self.memory.workload.generation
-        generation = sampled and timed(
-            (), sampled.rows * sampled.row_bytes, self.memory, plan, self._demand(plan)
-        )
+        generation = None
+        if sampled is not None:
+            room, demand = sampled.rows * sampled.row_bytes, self._demand(plan)
+            generation = timed((), room, self.memory, plan, demand)
         return self._forecast(plan, generation)
 
     def _forecast(self, plan: Plan, generation: GenerationPlan | None) -> Forecast:
