@@ -539,9 +539,20 @@ def this_machine(
     hardware = cached_hardware(
         folder, device, host_bytes, capacity, versions, together, dtype
     )
-    if choice.disk is None:
+    return with_disk_rate(hardware, choice, together)
+
+
+def with_disk_rate(hardware: Hardware, choice: Choice, together: int) -> Hardware:
+    """Measure what the disk of a choice reads for all of `together` processes, which do
+    this at once, unless that is known.
+
+    Raises:
+        DiskError: Its folder cannot be written.
+    """
+    if choice.disk is None or hardware.disk_bytes_s:
         return hardware
-    return replace(hardware, disk_bytes_s=read_rate(choice.disk))
+    # each of them sees its share
+    return replace(hardware, disk_bytes_s=together * read_rate(choice.disk))
 
 
 def device_budget(limit: int | None, device: torch.device, host_bytes: int) -> int:
