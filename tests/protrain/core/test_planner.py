@@ -107,7 +107,7 @@ def test_training_without_a_pager(case: Case, recompute: bool) -> None:
     assert again == (recompute,) * len(case.layout.blocks)
 
 
-def sampling(case: Case, **known: int) -> Case:
+def sampling(case: Case, **known: Any) -> Case:
     """The same with a few sequences that are sampled between two steps."""
     work = (Work(num_kernels=1),) * (len(case.layout.blocks) + 1)
     sizes = {"row_bytes": 30, "cache_bytes": 20, **known}
@@ -126,6 +126,19 @@ def test_training_without_a_pager_samples_all_at_once(
     assert (forecast.generation.rows, forecast.generation.waves) == (6, 1)
     assert forecast.device == case.memory.device(forecast.plan, 6 * 20, 6 * 10)
     assert forecast.host == case.memory.host(forecast.plan)
+
+
+@given(cases(), st.sampled_from([0.0, 0.5, 1.0, 4.0]))
+def test_tokens_a_second_count_the_time_of_answers(case: Case, steps: float) -> None:
+    """Only this sees a card called the fastest that samples slowest."""
+    forecast = planner(sampling(case, steps=steps)).plainly(0)
+    assert forecast.generation is not None
+    seconds = forecast.step.total_s
+    # at any time: nobody knows how often
+    seconds += forecast.generation.total_s / steps if steps else 0.0
+    tokens = case.workload.tokens * case.workload.accumulation
+    tokens *= case.workload.world.size
+    assert forecast.tokens_per_s * seconds == pytest.approx(tokens)
 
 
 @given(cases(worlds=[World(2, 2), World(4, 2)]), st.integers(0, 400))
