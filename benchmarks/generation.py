@@ -197,13 +197,16 @@ def _told(answer: Answer) -> str:
         return own["reason"]
     waves = f"{made['waves']} x {made['at_once']}"
     paged = sum(at == "paged" for at in own["plan"]["placements"])
+    # of training alone: answers have columns of their own
+    both_s = step["total"] + made["total_s"] / made["every_steps"]
+    trained = step["tokens_per_s"] * both_s / step["total"]
     cache = f"{made['cache_bytes'] / 2**30:.2f}"
     if made["host_cache_bytes"]:
         cache = f"{made['host_cache_bytes'] / 2**30:.2f} on the host"
     return (
         f"{waves} | {len(made['held'])} of {paged} | {cache} | "
         f"{made['total_s']:.0f} | {made['tokens_per_s']:,.0f} | {step['total']:.0f} | "
-        f"{step['tokens_per_s']:,.0f} | {device['peak'] / 2**30:.1f}"
+        f"{trained:,.0f} | {device['peak'] / 2**30:.1f}"
     )
 
 

@@ -16,6 +16,11 @@ import yaml
 
 from axolotl.integrations.protrain.core.errors import ConfigError
 from axolotl.integrations.protrain.core.sizes import format_bytes
+from axolotl.integrations.protrain.report.forecast import (
+    format_plain,
+    plain_pace,
+    speed,
+)
 from axolotl.integrations.protrain.report.page import plan_page, report_page
 from axolotl.integrations.protrain.report.run import REPORT_FILE, read_reports
 from axolotl.integrations.protrain.report.text import plan_text, report_text
@@ -604,7 +609,12 @@ def longest() -> list[dict[str, Any]]:
     key = "protrain_force_all_persistent: true"
     fits["alternatives"] += [
         price | {"change": key},
-        price | {"change": "without ProTrain", "step_s": 2.2},
+        price
+        | {
+            "change": "without ProTrain",
+            "step_s": 2.2,
+            "tokens_per_s": 3855.0 * 2.125 / 2.2,
+        },
     ]
     misses["alternatives"][1]["note"] = (
         f"{key}: 12.34 GiB of device memory missing: the smallest plan takes 36.33 GiB "
@@ -777,6 +787,36 @@ def test_the_page_says_who_answers() -> None:
     assert "3.00 GiB of weights go there every step" in text
     neither = forecast() | {"generation": None, "served": None}
     assert "Answers" not in page_of(neither).text
+
+
+def test_tokens_a_second_count_the_answers_of_a_run() -> None:
+    """Only this sees a measured speed without what was sampled between its steps."""
+    run, generation = finished(1.25), {"every_steps": 2.0, "total_s": 8.0}
+    tokens = run["step_s"]["tokens_per_s"] * (2.125 + 8.0 / 2)
+    assert speed(run | {"generation": generation, "measured": {}}) == pytest.approx(
+        tokens / (2.125 + 8.0 / 2)
+    )
+    made = {"phases": 3, "seconds": 30.0}
+    sampled = run | {"generation": generation, "generated": made}
+    assert speed(sampled) == pytest.approx(tokens / (2.5 + 10.0 / 2))
+    # whenever clients ask
+    asked = sampled | {"generation": generation | {"every_steps": 0.0}}
+    assert speed(asked) == speed(run)
+
+
+def test_plain_training_is_compared_with_the_time_of_its_answers() -> None:
+    """The step alone takes as long."""
+    plain = {
+        "change": "without ProTrain",
+        "verdict": "fits",
+        "device_peak_bytes": GIB,
+        "step_s": 2.0,
+        "tokens_per_s": 200.0,
+    }
+    assert plain_pace(100.0, [plain]) == "yes, 50% faster"
+    assert format_plain(100.0, [plain]).endswith("you do not need it")
+    assert plain_pace(400.0, [plain]) == "yes, 100% slower"
+    assert "do not need" not in format_plain(400.0, [plain])
 
 
 OTHER = "no report of a finished run"

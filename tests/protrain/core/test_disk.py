@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,8 @@ from axolotl.integrations.protrain.core.engine.chunk_files import (
 )
 from axolotl.integrations.protrain.core.engine.session import Session
 from axolotl.integrations.protrain.core.errors import AccessError, DiskError
+from axolotl.integrations.protrain.core.planner.cards import gpu_hardware
+from axolotl.integrations.protrain.core.planner.job import Choice, with_disk_rate
 
 EVERY = range(99)
 PLANS: dict[str, dict[str, Any]] = {
@@ -290,6 +293,16 @@ def test_who_measures_leaves_no_file_and_draws_no_number(tmp_path: Path) -> None
     assert min(rates) > 0
     assert torch.equal(torch.get_rng_state(), state)
     assert not [*tmp_path.iterdir()]
+
+
+def test_ranks_that_measure_at_once_each_see_a_share(tmp_path: Path) -> None:
+    """Only this sees a plan for ranks whose reads take many times as long as they do."""
+    card, choice = gpu_hardware("4090", None, 1 << 30), Choice(disk=tmp_path)
+    alone, shared = (with_disk_rate(card, choice, num).disk_bytes_s for num in (1, 999))
+    assert shared > 99 * alone
+    known = replace(card, disk_bytes_s=5.0)
+    assert with_disk_rate(known, choice, 2) == known
+    assert with_disk_rate(card, Choice(), 2) == card
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:

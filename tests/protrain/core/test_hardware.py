@@ -26,7 +26,14 @@ import torch.distributed as dist
 from fork_server import Fork
 from torch import Tensor, nn
 from torch.testing import assert_close
-from transformers import GPT2Config, LlamaConfig, MixtralConfig
+from transformers import (
+    AutoModel,
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+)
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.mixtral.modeling_mixtral import MixtralDecoderLayer
@@ -40,6 +47,7 @@ from axolotl.integrations.protrain.core.host import (
     node_of,
     processors,
 )
+from axolotl.integrations.protrain.core.layout import find_blocks
 from axolotl.integrations.protrain.core.planner.block_times import (
     BlockSample,
     measure_blocks,
@@ -65,6 +73,8 @@ from axolotl.integrations.protrain.core.planner.hardware import (
     measure_hardware,
     weakest,
 )
+from axolotl.integrations.protrain.core.planner.meta import meta_copy
+from axolotl.integrations.protrain.core.planner.trace import trace_step
 from axolotl.integrations.protrain.core.types import Hardware
 
 CPU = torch.device("cpu")
@@ -756,6 +766,48 @@ def blocks_in(folder: Path) -> None:
     model = nn.ModuleList([nn.Linear(4, 4)])
     key = partial(measurement_key, "block", CPU, VERSIONS)
     measure_blocks(model, ["0"], {0: sample}, CPU, None, folder, key)
+
+
+ATTENTION = {
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 4,
+    "vocab_size": 8,
+}
+WINDOWS = ["sliding_attention", "full_attention"] * 2
+
+
+@pytest.mark.parametrize(
+    ("config", "num_kinds"),
+    [
+        # the third layer's number is that of its heads for each pair of keys and values
+        (LlamaConfig(**ATTENTION), 1),
+        (Gemma3TextConfig(**ATTENTION, sliding_window=2, layer_types=WINDOWS), 2),
+    ],
+    ids=["layer_idx", "sliding_window"],
+)
+def test_blocks_that_differ_in_an_attribute_are_timed_each(
+    config: PreTrainedConfig, num_kinds: int, tmp_path: Path
+) -> None:
+    """Only this sees windows of one layer timed for all of them."""
+    model = AutoModel.from_config(config)
+    copied, ids = meta_copy(model), torch.zeros(1, 4, dtype=torch.long, device="meta")
+    blocks = find_blocks(copied)
+    step = trace_step(
+        copied, blocks, lambda: copied(ids, use_cache=False)[0].float().sum()
+    )
+    timed = []
+
+    def key(block: Any) -> dict[str, Any]:
+        timed.append(block)
+        return {"block": block}
+
+    names, samples = step.trace.blocks, step.samples
+    times = measure_blocks(model, names, samples, CPU, None, tmp_path, key)
+    assert (len(timed), len(times)) == (num_kinds, 4)
 
 
 def kept(folder: Path, number: int, measure: Callable[[], Any]) -> Any:

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import assume, given, strategies as st
 from search_cases import ALMOST, PLENTY, Case, cases, few, missing
 
 from axolotl.integrations.protrain.args import FORCED, ProTrainArgs
 from axolotl.integrations.protrain.core.errors import BudgetError, ConfigError
 from axolotl.integrations.protrain.core.planner.cards import gpu_hardware
-from axolotl.integrations.protrain.core.planner.job import choose
+from axolotl.integrations.protrain.core.planner.job import (
+    choose,
+    keep_peak,
+    peak_seen,
+)
 from axolotl.integrations.protrain.core.planner.memory import MemoryModel
 from axolotl.integrations.protrain.core.planner.planner import Forecast, Planner
 from axolotl.integrations.protrain.core.planner.search import ONLY_A
@@ -22,6 +29,7 @@ from axolotl.integrations.protrain.core.types import (
     Generation,
     Knobs,
     Work,
+    Workload,
     World,
 )
 from axolotl.integrations.protrain.job import (
@@ -99,7 +107,7 @@ def test_training_without_a_pager(case: Case, recompute: bool) -> None:
     assert again == (recompute,) * len(case.layout.blocks)
 
 
-def sampling(case: Case, **known: int) -> Case:
+def sampling(case: Case, **known: Any) -> Case:
     """The same with a few sequences that are sampled between two steps."""
     work = (Work(num_kernels=1),) * (len(case.layout.blocks) + 1)
     sizes = {"row_bytes": 30, "cache_bytes": 20, **known}
@@ -118,6 +126,19 @@ def test_training_without_a_pager_samples_all_at_once(
     assert (forecast.generation.rows, forecast.generation.waves) == (6, 1)
     assert forecast.device == case.memory.device(forecast.plan, 6 * 20, 6 * 10)
     assert forecast.host == case.memory.host(forecast.plan)
+
+
+@given(cases(), st.sampled_from([0.0, 0.5, 1.0, 4.0]))
+def test_tokens_a_second_count_the_time_of_answers(case: Case, steps: float) -> None:
+    """Only this sees a card called the fastest that samples slowest."""
+    forecast = planner(sampling(case, steps=steps)).plainly(0)
+    assert forecast.generation is not None
+    seconds = forecast.step.total_s
+    # at any time: nobody knows how often
+    seconds += forecast.generation.total_s / steps if steps else 0.0
+    tokens = case.workload.tokens * case.workload.accumulation
+    tokens *= case.workload.world.size
+    assert forecast.tokens_per_s * seconds == pytest.approx(tokens)
 
 
 @given(cases(worlds=[World(2, 2), World(4, 2)]), st.integers(0, 400))
@@ -233,6 +254,36 @@ def test_an_evaluation_keeps_what_training_did_not_need(
         phase: nbytes - spare_bytes + kept.get(phase, 0)
         for phase, nbytes in before.items()
     }
+
+
+@few
+@given(cases())
+def test_a_peak_is_learned_for_runs_that_have_the_same(case: Case) -> None:
+    """Only this sees a run that plans with what another optimizer's has shown."""
+    forecast = planner(case).forecast(planner(case).fastest())
+    device, workload = torch.device("cpu"), forecast.workload
+    others = [
+        replace(workload, accumulation=workload.accumulation + 1),
+        replace(workload, state_bytes={"weight": (1,)}),
+        replace(workload, update_copies=7.0),
+    ]
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+
+        def seen(workload: Workload, compiled: dict[str, Any] | None = None) -> bool:
+            traced = case.layout, case.trace, workload
+            return peak_seen(folder, device, *traced, compiled) is not None
+
+        keep_peak(folder, device, forecast, None, 5)
+        assert seen(workload)
+        # no other plan of the same run, nor what is on the host alone
+        assert seen(replace(workload.on_host(), mapped_bytes=9, loader_bytes=9))
+        assert not any(seen(other) for other in others)
+        assert not seen(workload, compiled={"backend": "inductor"})
+        package = Path(folder) / "axolotl_protrain-9.9.9.dist-info"
+        package.mkdir()
+        (package / "METADATA").write_text("Name: axolotl-protrain\nVersion: 9.9.9\n")
+        patch.syspath_prepend(folder)
+        assert not seen(workload)
 
 
 @few

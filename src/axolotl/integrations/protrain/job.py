@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import datetime, timezone
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -547,7 +546,7 @@ def about(cfg: Any) -> dict[str, Any]:
     """Describe what is trained, with what and when: the head of a page and of report.json."""
     optimizer = getattr(cfg.optimizer, "value", cfg.optimizer)
     rank = f", rank {cfg.lora_r}" if cfg.adapter and cfg.lora_r else ""
-    packages = {"axolotl-protrain": _own_version(), "torch": torch.__version__}
+    packages = {"axolotl-protrain": core.own_version(), "torch": torch.__version__}
     return {
         "model": str(cfg.base_model),
         "adapter": f"{cfg.adapter}{rank}" if cfg.adapter else "full fine-tune",
@@ -557,11 +556,3 @@ def about(cfg: Any) -> dict[str, Any]:
         "versions": packages | core.library_versions(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
-
-
-def _own_version() -> str:
-    try:
-        return version("axolotl-protrain")
-    except PackageNotFoundError:
-        # run from its sources
-        return "unknown"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ class Prediction:
         args: The plugin's keys.
         report: Its forecast is of the plan that runs.
         log: Prints a line.
+        compiled: As in `Job`.
 
     Attributes:
         evaluates: An evaluation has run, whose peak counts.
@@ -47,8 +48,10 @@ class Prediction:
         args: ProTrainArgs,
         report: RunReport,
         log: logging.Logger | logging.LoggerAdapter[Any],
+        compiled: Mapping[str, Any] | None,
     ) -> None:
         self._args, self._report, self._log = args, report, log
+        self._compiled = compiled
         self._device = torch.device(report.device)
         self.evaluates, self.most_tokens = False, 0
 
@@ -118,7 +121,8 @@ class Prediction:
                 # whose peak it is does not show; answers may be short
                 return False
         folder = self._args.protrain_cache_dir
-        seen = peak_seen(folder, device, forecast.layout, forecast.trace)
+        step = forecast.layout, forecast.trace, forecast.workload
+        seen = peak_seen(folder, device, *step, self._compiled)
         known = seen.beyond_bytes if seen else 0
         if self.most_tokens < forecast.workload.tokens and beyond < max(known, 0):
             return False
@@ -128,7 +132,7 @@ class Prediction:
         if abs(beyond - known) <= apart or not self._args.protrain_learn_peak:
             return False
         try:
-            keep_peak(folder, device, forecast, beyond)
+            keep_peak(folder, device, forecast, self._compiled, beyond)
         except ConfigError as error:
             self._log.warning(str(error))
             return False

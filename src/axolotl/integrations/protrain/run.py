@@ -193,7 +193,8 @@ class TrainingRun:
         notes += [*self._notes, *self._warnings(forecast, model, device)]
         self.report = RunReport(forecast, str(device), notes, about(self._cfg))
         self.recovery = Recovery(self, self.report, device, planner)
-        self._prediction = Prediction(self.args, self.report, self.log)
+        compiled = compile_keys(self._cfg)
+        self._prediction = Prediction(self.args, self.report, self.log, compiled)
         self._access = CallbackAccess(self.full_params, self.ranks, self.log)
         if is_first():
             self.log.info("\n" + self.report.table())
@@ -212,7 +213,7 @@ class TrainingRun:
             Options(
                 fp32_master=args.protrain_fp32_master,
                 accumulates=forecast.workload.accumulation > 1,
-                compiled=compile_keys(self._cfg),
+                compiled=compiled,
                 disk=disk_dir(args),
                 progress=self._notices.progress,
             ),

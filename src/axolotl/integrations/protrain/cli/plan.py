@@ -189,11 +189,12 @@ class DryRun:
         )
         rows = change.get("micro_batch_size", self.cfg.micro_batch_size)
         samples = rows * forecast.workload.accumulation * self._num_gpus
+        seconds = forecast.step.total_s + forecast.sampling_s
         price = report.price_dict(forecast if fits else None)
         return {
             "verdict": report.FITS if fits else report.DOES_NOT_FIT,
             **price,
-            "sample_s": price["step_s"] and price["step_s"] / samples,
+            "sample_s": seconds / samples if fits else None,
             "lacks": (max if card.one_memory else sum)(max(n, 0) for n in over),
             "least_device_bytes": least.device.peak_bytes,
             "host_peak_bytes": forecast.host.peak_bytes,

@@ -29,7 +29,6 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
-from .engine.chunk_files import read_rate
 from .engine.data_parallel import (
     ignore_in_ddp,
     reduced_by_ddp,
@@ -64,6 +63,7 @@ from .planner.job import (
     plan_here,
     this_machine,
     trace_loss,
+    with_disk_rate,
 )
 from .planner.meta import meta_copy
 from .planner.optimizer_bytes import ADAMW, optimizer_bytes
@@ -195,8 +195,7 @@ def page(
             desktop_bytes=0,
             one_memory=has_one_memory(where),
         )
-        if choice.disk is not None and not hardware.disk_bytes_s:
-            hardware = replace(hardware, disk_bytes_s=read_rate(choice.disk))
+        hardware = with_disk_rate(hardware, choice, ranks.world.local_size)
 
     def traced(meta: nn.Module) -> TracedJob:
         found = step.traced(meta, model, optimizer, where.type, ranks.world)

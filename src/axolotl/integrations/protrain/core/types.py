@@ -589,8 +589,8 @@ class Hardware:
         reduce_bytes_s: Reductions to one after the other of them: bytes on each rank.
         across_bytes_s: All-reduce between nodes, bytes of its input; 0 with one node.
         shares_link: Whether ranks exchange over the link between host and device.
-        disk_bytes_s: Large direct reads of the disk that frozen weights may lie on; 0
-            without one.
+        disk_bytes_s: Large direct reads of the disk that frozen weights may lie on, of
+            all ranks of a node together; 0 without one.
         one_memory: Whether the device has no memory of its own: `device_bytes` and
             `host_bytes` are the same memory, and the lower of them is all there is.
     """

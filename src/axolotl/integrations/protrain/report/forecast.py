@@ -357,8 +357,16 @@ def speed(answer: Mapping[str, Any]) -> float:
     step = answer["step_s"]
     if not step:
         return 0.0
-    seconds = answer.get("measured", {}).get("step_s") or step["total"]
-    return float(step["tokens_per_s"] * step["total"] / seconds)
+    predicted = step["total"]
+    seconds = answer.get("measured", {}).get("step_s") or predicted
+    planned, made = answer.get("generation"), answer.get("generated")
+    if planned and (every := planned["every_steps"]):
+        predicted += planned["total_s"] / every
+        each_s = planned["total_s"]
+        if made and made["phases"]:
+            each_s = made["seconds"] / made["phases"]
+        seconds += each_s / every
+    return float(step["tokens_per_s"] * predicted / seconds)
 
 
 def format_keys(keys: Mapping[str, Any]) -> str:
@@ -404,24 +412,24 @@ def format_avoidable(part: Mapping[str, Any] | None) -> str:
     return f"{part['part']} {nbytes}{where}; `{part['option']}` removes it."
 
 
-def plain_pace(step_s: float, others: Iterable[Mapping[str, Any]]) -> str:
-    """Compare plain training with a plan's step: `yes, 24% slower`, or `no`."""
+def plain_pace(tokens_per_s: float, others: Iterable[Mapping[str, Any]]) -> str:
+    """Compare plain training with a plan's speed: `yes, 24% slower`, or `no`."""
     plain = next((o for o in others if o["change"] == WITHOUT_PLUGIN), None)
     if plain is None or plain["verdict"] != FITS:
         return "no"
-    slower = plain["step_s"] / step_s - 1
+    slower = tokens_per_s / plain["tokens_per_s"] - 1
     if abs(slower) < 5e-3:
         return "yes, as fast"
     return f"yes, {abs(slower):.0%} {'slower' if slower > 0 else 'faster'}"
 
 
-def format_plain(step_s: float, others: Iterable[Mapping[str, Any]]) -> str:
-    """Say what plain training needs beside a plan's step; empty if it does not fit."""
-    pace = plain_pace(step_s, others).partition(", ")[2]
+def format_plain(tokens_per_s: float, others: Iterable[Mapping[str, Any]]) -> str:
+    """Say what plain training needs beside a plan; empty if it does not fit."""
+    pace = plain_pace(tokens_per_s, others).partition(", ")[2]
     if not pace:
         return ""
     plain = next(o for o in others if o["change"] == WITHOUT_PLUGIN)
-    needless = plain["step_s"] <= (1 + PAGING_GAIN) * step_s
+    needless = tokens_per_s <= (1 + PAGING_GAIN) * plain["tokens_per_s"]
     return (
         f"{WITHOUT_PLUGIN} too: {format_bytes(plain['device_peak_bytes'])}, {pace}"
         + ("; you do not need it" if needless else "")

@@ -169,7 +169,7 @@ def _speeds(answer: Values) -> Iterator[tuple[int, float]]:
     """Tokens per second of each step of a finished run."""
     step = answer["step_s"]
     for number, seconds in enumerate(answer.get("steps", ()) if step else (), start=1):
-        yield number, step["tokens_per_s"] * step["total"] / seconds
+        yield number, speed({**answer, "measured": {"step_s": seconds}})
 
 
 def _line(points: Iterable[Sequence[float]]) -> Values | None:

@@ -15,7 +15,14 @@ from ..core.engine.session import Measured
 from ..core.errors import FOREIGN_ERRORS, ConfigError
 from ..core.planner.planner import Forecast
 from ..core.sizes import format_bytes
-from .forecast import answer_dict, format_seconds, format_speed, knobs_dict
+from .forecast import (
+    answer_dict,
+    forecast_dict,
+    format_seconds,
+    format_speed,
+    knobs_dict,
+    speed,
+)
 from .page import report_page
 from .text import forecast_text, report_text
 
@@ -103,7 +110,11 @@ class RunReport:
         """The last line of a run: its pace and its peak beside what was predicted."""
         parts, predicted = [], self.forecast.step.total_s
         if seconds := self.median_step_s():
-            rate = self.forecast.tokens_per_s * predicted / seconds
+            made = {
+                "measured": {"step_s": seconds},
+                "generated": asdict(self.generated),
+            }
+            rate = speed({**forecast_dict(self.forecast), **made})
             parts = [
                 f"{format_seconds(seconds)}/step ({format_seconds(predicted)} predicted)",
                 format_speed(rate),

@@ -154,7 +154,7 @@ def _card(answer: Answer, explain: bool) -> Iterator[RenderableType]:
     fits = answer["verdict"] == FITS
     others = answer["alternatives"]
     pace = f", {format_pace(step['total'], step['tokens_per_s'])}" if fits else ""
-    plain = format_plain(step["total"], others) if fits else ""
+    plain = format_plain(step["tokens_per_s"], others) if fits else ""
     link = f" on {hardware['link']}" if hardware["link"] else ""
     cards = hardware["name"]
     if (num_ranks := plan["num_ranks"]) > 1:
@@ -228,7 +228,7 @@ def _overview(answer: Answer) -> Row:
     return (
         answer["hardware"]["name"],
         VERDICTS[answer["verdict"]],
-        plain_pace(step["total"], answer["alternatives"]) if fits else "no",
+        plain_pace(step["tokens_per_s"], answer["alternatives"]) if fits else "no",
         format_rate(step["tokens_per_s"]) if fits else "-",
         f"{host['peak'] / 2**30:.1f} of {host['budget'] / 2**30:.1f}",
         "-" if cost is None else f"{cost:.3g}",

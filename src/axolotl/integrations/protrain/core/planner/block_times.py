@@ -8,7 +8,7 @@ micro-batch on.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,6 +28,7 @@ from ..types import BlockSeconds
 from .cache import JSON, cached
 from .hardware import timed, typical
 from .meta import empty_like, meta_copy, without_global_hooks
+from .repeats import plain_attributes
 
 REPEATS = 3
 """Timed runs of a block."""
@@ -163,7 +164,7 @@ def measure_blocks(
 ) -> dict[int, BlockSeconds]:
     """Forward and backward seconds of every block that has a sample.
 
-    Blocks of one class with equal parameters and inputs are timed once.
+    Blocks of one class with equal attributes, parameters and inputs are timed once.
 
     Args:
         model: With its weights, on the host.
@@ -186,9 +187,11 @@ def measure_blocks(
 
     known: dict[str, BlockSeconds] = {}
     times = {}
+    blocks = {index: model.get_submodule(names[index]) for index in samples}
+    numbers = _own_numbers({names[index]: blocks[index] for index in samples})
     for index, sample in samples.items():
-        block = model.get_submodule(names[index])
-        kind = _kind(block, sample)
+        block = blocks[index]
+        kind = _kind(block, sample, numbers)
         text = json.dumps(kind)
         if text not in known:
             timed = partial(measure, block, sample)
@@ -294,8 +297,23 @@ def _copy_on(
     return copied
 
 
-def _kind(block: nn.Module, sample: BlockSample) -> dict[str, Any]:
-    """Return what blocks that take the same time have in common."""
+def _own_numbers(blocks: Mapping[str, nn.Module]) -> set[tuple[str, str]]:
+    """Modules and attributes of theirs that hold, in each block that has them, its number
+    in its list."""
+    numbers, others = set[tuple[str, str]](), set[tuple[str, str]]()
+    for name, block in blocks.items():
+        position = name.rpartition(".")[2]
+        for path, module in block.named_modules():
+            for key, value in plain_attributes(module):
+                found = numbers if str(value) == position else others
+                found.add((path, key))
+    return numbers - others
+
+
+def _kind(
+    block: nn.Module, sample: BlockSample, numbers: Set[tuple[str, str]]
+) -> dict[str, Any]:
+    """Return what blocks that take the same time have in common; `numbers` are their own."""
 
     def described(tensor: Tensor) -> list[Any]:
         return [list(tensor.shape), str(tensor.dtype), tensor.requires_grad]
@@ -304,13 +322,23 @@ def _kind(block: nn.Module, sample: BlockSample) -> dict[str, Any]:
     whole = [t for t in inputs if not (t.is_meta or t.is_floating_point())]
 
     return {
-        "class": f"{type(block).__module__}.{type(block).__qualname__}",
+        "modules": [
+            [
+                path,
+                f"{type(module).__module__}.{type(module).__qualname__}",
+                *(
+                    [key, repr(value)]
+                    for key, value in plain_attributes(module)
+                    if (path, key) not in numbers
+                ),
+            ]
+            for path, module in block.named_modules()
+        ],
         "parameters": [
             [name, *described(param)] for name, param in block.named_parameters()
         ],
         "inputs": [described(t) for t in inputs],
         "values": [xxh3_64_hexdigest(t.cpu().numpy().tobytes()) for t in whole],
-        "dropout": [m.p for m in block.modules() if isinstance(m, nn.Dropout)],
     }
 
 

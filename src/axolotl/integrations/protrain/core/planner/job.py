@@ -450,7 +450,8 @@ def plan_here(
 
         seen = None
         if job.learns:
-            seen = peak_seen(job.folder, device, subject.layout, subject.traced.trace)
+            step = subject.layout, subject.traced.trace, subject.workload
+            seen = peak_seen(job.folder, device, *step, job.compiled)
         if seen is not None:
             taught = replace(
                 hardware,
@@ -538,9 +539,20 @@ def this_machine(
     hardware = cached_hardware(
         folder, device, host_bytes, capacity, versions, together, dtype
     )
-    if choice.disk is None:
+    return with_disk_rate(hardware, choice, together)
+
+
+def with_disk_rate(hardware: Hardware, choice: Choice, together: int) -> Hardware:
+    """Measure what the disk of a choice reads for all of `together` processes, which do
+    this at once, unless that is known.
+
+    Raises:
+        DiskError: Its folder cannot be written.
+    """
+    if choice.disk is None or hardware.disk_bytes_s:
         return hardware
-    return replace(hardware, disk_bytes_s=read_rate(choice.disk))
+    # each of them sees its share
+    return replace(hardware, disk_bytes_s=together * read_rate(choice.disk))
 
 
 def device_budget(limit: int | None, device: torch.device, host_bytes: int) -> int:
@@ -607,16 +619,23 @@ def _measured(
 
 
 def peak_seen(
-    folder: str | Path | None, device: torch.device, layout: Layout, trace: Trace
+    folder: str | Path | None,
+    device: torch.device,
+    layout: Layout,
+    trace: Trace,
+    workload: Workload,
+    compiled: Mapping[str, Any] | None,
 ) -> PeakSeen | None:
     """Recall what an earlier run of this step on this device showed of its peak."""
-    return recall(folder, _peak_key(device, layout, trace), PeakSeen)
+    key = _peak_key(device, layout, trace, workload, compiled)
+    return recall(folder, key, PeakSeen)
 
 
 def keep_peak(
     folder: str | Path | None,
     device: torch.device,
     forecast: Forecast,
+    compiled: Mapping[str, Any] | None,
     beyond_bytes: int,
 ) -> None:
     """Let later runs plan with what this one took beyond its trace.
@@ -624,14 +643,37 @@ def keep_peak(
     Raises:
         ConfigError: The cache cannot be written.
     """
-    key = _peak_key(device, forecast.layout, forecast.trace)
+    step = forecast.layout, forecast.trace, forecast.workload
     today = datetime.now(timezone.utc).date().isoformat()
-    keep(folder, key, PeakSeen(beyond_bytes, today))
+    keep(folder, _peak_key(device, *step, compiled), PeakSeen(beyond_bytes, today))
 
 
-def _peak_key(device: torch.device, layout: Layout, trace: Trace) -> dict[str, Any]:
-    step = hashlib.sha256(repr((layout, trace)).encode()).hexdigest()
-    return {**measurement_key("peak", device, library_versions()), "step": step}
+def _peak_key(
+    device: torch.device,
+    layout: Layout,
+    trace: Trace,
+    workload: Workload,
+    compiled: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    # of the host alone
+    workload = replace(workload, loader_bytes=0, mapped_bytes=0)
+    if device.type == "cpu":
+        # a plan chooses where updates run, for both give the same bits
+        workload = workload.on_host()
+    step = hashlib.sha256(repr((layout, trace, workload)).encode()).hexdigest()
+    # a prediction is this package's own
+    versions = library_versions() | {"axolotl-protrain": own_version()}
+    key = measurement_key("peak", device, versions, compiled=compiled)
+    return {**key, "step": step}
+
+
+def own_version() -> str:
+    """Version of this package."""
+    try:
+        return version("axolotl-protrain")
+    except PackageNotFoundError:
+        # run from its sources
+        return "unknown"
 
 
 def library_versions() -> dict[str, str]:

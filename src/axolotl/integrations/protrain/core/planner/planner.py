@@ -46,11 +46,19 @@ class Forecast:
     generation: GenerationPlan | None = None
 
     @property
+    def sampling_s(self) -> float:
+        """Seconds in which answers are sampled, for each step; 0 for those that somebody
+        asks for at any time."""
+        plan, asked = self.generation, self.workload.generation
+        return plan.total_s / asked.steps if plan and asked and asked.steps else 0.0
+
+    @property
     def tokens_per_s(self) -> float:
-        """Tokens of a step of all ranks, padding included, over its seconds."""
+        """Tokens of a step of all ranks, padding included, over its seconds and those in
+        which its answers are sampled."""
         workload = self.workload
         tokens = workload.tokens * workload.accumulation * workload.world.size
-        return tokens / self.step.total_s
+        return tokens / (self.step.total_s + self.sampling_s)
 
     def __str__(self) -> str:
         """A line of the plan, one for each memory by term, and one of seconds by lane."""

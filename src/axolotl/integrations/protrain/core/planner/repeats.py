@@ -141,15 +141,23 @@ def _output(form: Any, inputs: Sequence[Tensor]) -> Any:
 _PLAIN = (bool, int, float, str, type(None))
 
 
+def plain_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Names and values of what a module itself knows beside tensors and objects."""
+    return (item for item in vars(module).items() if type(item[1]) in _PLAIN)
+
+
 def _static(block: nn.Module, position: int | None) -> Any:
     """Everything plain that a block knows, but for its own number in the list."""
     modules = []
     for name, module in block.named_modules():
         attributes = tuple(
             # 1 and True are equal, their types are not
-            (key, kind, None if kind is int and value == position else value)
-            for key, value in vars(module).items()
-            if (kind := type(value)) in _PLAIN
+            (
+                key,
+                kind := type(value),
+                None if kind is int and value == position else value,
+            )
+            for key, value in plain_attributes(module)
         )
         kind = type(module)
         if parametrize.is_parametrized(module):
