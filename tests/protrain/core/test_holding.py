@@ -101,15 +101,22 @@ def test_what_is_held_is_fetched_once() -> None:
     session.close()
 
 
-def test_what_is_updated_while_it_is_held_and_what_is_shown_stay_true() -> None:
+@pytest.mark.parametrize("before", [False, True])
+def test_what_is_updated_while_it_is_held_and_what_is_shown_stay_true(
+    before: bool,
+) -> None:
     """Only this sees a slot that goes before its weights have left it, one that backward
-    has left in use, and weights that are shown and taken from slots afterwards."""
+    has left in use, and weights that are shown and taken from slots afterwards; or, where
+    they are updated `before`, a fetch beside the copy home from another slot."""
     model = stack()
     plain = twin(model)
     session = open_session(model, device=DeferredDevice())
     data = [batches(2)]
     losses = train(model, wrapped(session), data, session)
     assert losses == train(plain, adamw(plain), data)
+    if before:
+        with torch.no_grad():
+            model(batches(1)[0])
     for _ in range(2):
         with session.holding(session.plan.paged):
             assert looked_at(model) == looked_at(plain)
@@ -164,20 +171,4 @@ def test_no_room_to_hold_leaves_a_model_that_trains() -> None:
     assert device.used_bytes() == used
     data = [batches(2, seed) for seed in range(2)]
     assert train(model, optimizer, data, session) == train(plain, adamw(plain), data)
-    session.close()
-
-
-def test_updates_of_a_forward_before_are_on_the_host_when_chunks_are_held() -> None:
-    """Only this sees a fetch into a slot of its own beside a copy home from another."""
-    model = stack()
-    plain = twin(model)
-    session = open_session(model, device=DeferredDevice())
-    data = [batches(1)]
-    losses = train(model, wrapped(session), data, session)
-    assert losses == train(plain, adamw(plain), data)
-    with torch.no_grad():
-        # updates are applied here
-        model(batches(1)[0])
-    with session.holding(session.plan.paged):
-        assert looked_at(model) == looked_at(plain)
     session.close()
