@@ -406,10 +406,15 @@ def test_what_a_killed_run_left_is_removed_and_what_one_writes_is_not(
     try:
         assert run.stdout is not None
         run.stdout.readline()
-        while not [*tmp_path.glob("_incomplete-*")]:
+        written = list[Path]()
+        while not written:
+            run.send_signal(signal.SIGCONT)
             time.sleep(0.001)
-        run.send_signal(signal.SIGSTOP)
-        written = [*tmp_path.glob("_incomplete-*")]
+            run.send_signal(signal.SIGSTOP)
+            os.waitpid(run.pid, os.WUNTRACED)
+            # bytes are in it once it is locked
+            incomplete = tmp_path.glob("_incomplete-*")
+            written = [path for path in incomplete if path.stat().st_size]
         assert remove_unfinished(tmp_path) == 0
         assert [*tmp_path.glob("_incomplete-*")] == written
     finally:
@@ -417,6 +422,15 @@ def test_what_a_killed_run_left_is_removed_and_what_one_writes_is_not(
         run.communicate()
     assert remove_unfinished(tmp_path) == len(written)
     assert not [*tmp_path.glob("_incomplete-*")]
+
+
+def test_what_is_written_is_never_removed(tmp_path: Path) -> None:
+    contents = [torch.full((1,), n, dtype=torch.uint8) for n in range(256)]
+    with ThreadPoolExecutor(1) as run:
+        writes = run.submit(lambda: [store(tmp_path, content) for content in contents])
+        while not writes.done():
+            remove_unfinished(tmp_path)
+    assert {*writes.result()} == {*tmp_path.iterdir()}
 
 
 def test_files_are_listed_by_their_last_use(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@ later ones."""
 
 from __future__ import annotations
 
-import fcntl
 import json
 import mmap
 import os
@@ -18,7 +17,13 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_64_hexdigest
 
-from .core.engine.chunk_files import QUANTISED, UNFINISHED, remove, remove_unfinished
+from .core.engine.chunk_files import (
+    QUANTISED,
+    remove,
+    remove_unfinished,
+    unfinished,
+    write,
+)
 from .core.errors import DiskError
 from .core.host import SPILLED
 from .core.layout import aligned
@@ -69,14 +74,8 @@ def _append(file: IO[bytes], data: Tensor) -> int:
     start = aligned(os.fstat(file.fileno()).st_size, PAGE_BYTES)
     os.truncate(file.fileno(), start)
     file.seek(start)
-    _write(file, data.numpy().data)
+    write(file, data.numpy().data)
     return start
-
-
-def _write(file: IO[bytes], data: memoryview) -> None:
-    # nothing in a buffer, whose end would fail once more over a full disk
-    while data:
-        data = data[file.write(data) :]
 
 
 def _pages(
@@ -115,7 +114,7 @@ class QuantisedFile:
                 os.utime(self._path, ns=(now, changed))
                 self._file: IO[bytes] = self._path.open("rb")
             else:
-                self._file = self._new()
+                self._file = unfinished(folder)
         except OSError as error:
             raise _unwritable(self._path.parent, error) from error
 
@@ -172,16 +171,9 @@ class QuantisedFile:
         digest = xxh3_64_hexdigest(listed).encode()
         end = listed + digest + len(listed).to_bytes(8, "little")
         self._file.seek(0, os.SEEK_END)
-        _write(self._file, memoryview(end))
+        write(self._file, memoryview(end))
         os.fsync(self._file.fileno())
         os.replace(name, self._path)
-
-    def _new(self) -> IO[bytes]:
-        made = NamedTemporaryFile(
-            dir=self._path.parent, prefix=UNFINISHED, delete=False, buffering=0
-        )
-        fcntl.flock(made, fcntl.LOCK_EX)
-        return made
 
     def _read_index(self) -> bool:
         """Read what is in the file; tell whether that could be."""

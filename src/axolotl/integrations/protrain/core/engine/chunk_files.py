@@ -17,7 +17,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from stat import S_ISREG
 from tempfile import NamedTemporaryFile
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,16 +53,12 @@ def store(folder: Path, content: Tensor) -> Path:
             os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
             return path
         with ExitStack() as on_failure:
-            file = NamedTemporaryFile(dir=folder, prefix=UNFINISHED, delete=False)
-            on_failure.callback(remove, file.name)
-            with file:
-                # `remove_unfinished` lets it be as long as this process lives
-                fcntl.flock(file, fcntl.LOCK_EX)
-                file.write(data)
+            with unfinished(folder) as file:
+                on_failure.callback(remove, file.name)
+                write(file, data)
                 file.truncate(nbytes)
-                file.flush()
                 os.fsync(file.fileno())
-            os.replace(file.name, path)
+                os.replace(file.name, path)
             on_failure.pop_all()
     except OSError as error:
         raise DiskError(
@@ -70,6 +66,35 @@ def store(folder: Path, content: Tensor) -> Path:
             "folder on a disk with room for the frozen weights."
         ) from error
     return path
+
+
+def unfinished(folder: Path) -> IO[bytes]:
+    """Open a new file without a buffer, which `remove_unfinished` lets be while it is open.
+
+    Raises:
+        OSError: The folder cannot be written, or has no locks.
+    """
+    while True:
+        file = NamedTemporaryFile(
+            dir=folder, prefix=UNFINISHED, delete=False, buffering=0
+        )
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            # another process may have removed it before it was locked
+            if os.fstat(file.fileno()).st_nlink:
+                return file
+        except OSError:
+            remove(file.name)
+            file.close()
+            raise
+        file.close()
+
+
+def write(file: IO[bytes], data: memoryview) -> None:
+    """Write all bytes to a file without a buffer, whose end would fail once more over a full
+    disk."""
+    while data:
+        data = data[file.write(data) :]
 
 
 def remove(name: str | Path) -> None:
