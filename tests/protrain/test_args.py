@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from axolotl.integrations import base
 from axolotl.integrations.protrain.args import (
     ProTrainArgs,
+    args_from,
     overrides,
     parse_bytes,
     unknown_keys,
@@ -358,6 +359,14 @@ REFUSED_IN_AXOLOTL = [
     ("ple_cpu_offload", {**QLORA, "ple_cpu_offload": True}),
     ("lora_on_cpu", {**LORA, "lora_on_cpu": True}),
     ("relora", {**QLORA, "relora": True, "jagged_restart_steps": 10}),
+    (
+        "relora: true` merges adapters into weights that `protrain_disk_dir`",
+        {**LORA, "relora": True, "jagged_restart_steps": 10, "protrain_disk_dir": "/d"},
+    ),
+    (
+        "do_causal_lm_eval` runs the model on some ranks",
+        {"do_causal_lm_eval": True, "protrain_zero3_shard": True},
+    ),
     ("use_ray", {"use_ray": True, "ray_num_workers": 2}),
     ("lisa_n_layers", {**LORA, "lisa_n_layers": 2, "lisa_step_interval": 20}),
     ("wandb_watch: all", {"wandb_watch": "all"}),
@@ -431,6 +440,23 @@ def test_every_row_of_the_tables_is_tried_and_names_a_real_field():
     cases = REFUSED_IN_AXOLOTL + REFUSED_AFTER_AXOLOTL
     tried = {key for _, settings in cases for key in settings}
     assert rows <= tried
+
+
+@pytest.mark.parametrize(
+    ("settings", "shards"),
+    [
+        ({"do_causal_lm_eval": True}, False),
+        ({"generate_samples": True}, False),
+        ({"use_wandb": True, "eval_table_size": 5}, False),
+        ({"use_wandb": True, "eval_table_size": 0}, None),
+        ({"diffusion": {"mask_token_id": 16}}, False),
+        ({"diffusion": {"generate_samples": False}}, None),
+        ({"generate_samples": False, "protrain_zero3_shard": True}, True),
+    ],
+    ids=str,
+)
+def test_ranks_that_run_the_model_unlike_share_no_chunks(settings, shards):
+    assert args_from(settings).protrain_zero3_shard is shards
 
 
 def test_all_that_is_wrong_is_said_at_once():

@@ -135,9 +135,12 @@ def test_the_readme_counts_as_its_proofs_do() -> None:
     exact = sum(int(n) for name, n in counts.items() if name.startswith("Exact"))
     everything = sum(map(int, counts.values()))
     _, optimizers = TEXTS["docs/compatibility.md"].split("\n## Optimizers")
-    rows = re.findall(r"^\| `", optimizers.split("\n## ")[0], re.M)
+    rows = re.findall(r"^\| `.*", optimizers.split("\n## ")[0], re.M)
+    full, lora = (sum(row.split(" | ")[n] == "exact" for row in rows) for n in (1, 3))
     assert f"[{exact} of {everything} model types]" in TEXTS["README.md"]
-    assert f"[{len(rows)} optimizers]" in TEXTS["README.md"]
+    said = " ".join(TEXTS["README.md"].split())
+    assert f"[{full} of {len(rows)} optimizers]" in said
+    assert f"exact in a full fine-tune, {lora} in LoRA" in said
 
 
 def test_the_page_of_keys_has_them_all() -> None:

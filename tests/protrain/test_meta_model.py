@@ -19,6 +19,7 @@ import torch
 import yaml
 from axolotl.monkeypatch.attention import sdpa_varlen
 from axolotl.utils.dict import DictDefault
+from axolotl.utils.schemas.config import AxolotlInputConfig
 from fork_server import call
 from huggingface_hub import constants
 from matrix_composition import SAMPLING
@@ -913,6 +914,25 @@ def test_a_revision_is_asked_for_throughout(
     config = write_yaml(tmp_path, Path("owner/name"), {"revision_of_model": "v1"})
     meta = load_meta_model(config, "cuda")
     assert not any("no tokenizer" in line for line in meta.assumptions)
+
+
+def test_a_model_for_several_ranks_is_moved_nowhere(tmp_path: Path) -> None:
+    """Axolotl moves it to a GPU where it sets `ddp`, which one without weights cannot."""
+    meta = meta_model_of(tmp_path, "llama", {"ddp": True})
+    assert {param.device.type for param in meta.model.parameters()} == {"meta"}
+
+
+@pytest.mark.parametrize("loss", ["use_eaft", "use_dft"])
+def test_a_loss_of_logits_is_counted(loss: str, tmp_path: Path) -> None:
+    """Axolotl's trainer computes it in the place of the model's, of copies of logits."""
+    if loss not in AxolotlInputConfig.model_fields:
+        pytest.skip("not in this version of Axolotl")
+    totals = []
+    for keys in ({}, {loss: True}):
+        meta = meta_model_of(tmp_path / str(len(totals)), "llama", keys)
+        subject = traced_job(meta.cfg, meta.model, "cuda")
+        totals.append(max(s.peak_bytes for s in subject.traced.trace.segments))
+    assert totals[1] > totals[0]
 
 
 def test_a_dry_run_leaves_room_for_a_reference_model(tmp_path: Path) -> None:

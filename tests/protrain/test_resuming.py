@@ -16,10 +16,13 @@ import torch
 from axolotl.utils.dict import DictDefault
 from axolotl.utils.train import determine_last_checkpoint
 from safetensors.torch import save_file
+from torch import nn
+from transformers import Trainer, TrainingArguments
 
 from axolotl.integrations.protrain import ProTrainPlugin
 from axolotl.integrations.protrain.core.checkpoint import STAGING, locked
 from axolotl.integrations.protrain.core.errors import CheckpointError, ConfigError
+from axolotl.integrations.protrain.trainer import ProTrainTrainerMixin
 
 
 def write(checkpoint: Path, kind: str) -> None:
@@ -127,6 +130,51 @@ def test_a_folder_without_locks_is_noted(
         begin(tmp_path / "run")
     assert "nothing keeps a second run away" in caplog.text
     assert "(No locks available)" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["FSDP", "DEEPSPEED"])
+def test_a_launcher_that_places_weights_is_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The YAML has no key for it, and accelerate would wrap what pages."""
+    monkeypatch.setenv(f"ACCELERATE_USE_{name}", "true")
+    with pytest.raises(ConfigError, match=f"^ACCELERATE_USE_{name}: .*torchrun`.$"):
+        begin(tmp_path)
+    monkeypatch.setenv(f"ACCELERATE_USE_{name}", "false")
+    begin(tmp_path)
+
+
+class KeepsDecay(Trainer):
+    """As Axolotl's from 0.21 on."""
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        decays = [group["weight_decay"] for group in self.optimizer.param_groups]
+        super()._load_optimizer_and_scheduler(checkpoint)
+        for group, decay in zip(self.optimizer.param_groups, decays, strict=True):
+            group["weight_decay"] = decay
+
+
+class ResumesPaged(ProTrainTrainerMixin, KeepsDecay):
+    """What `page_trainer` makes of it."""
+
+
+def test_a_trainers_own_way_to_resume_is_kept(tmp_path: Path) -> None:
+    """State of the checkpoint, and the weight decay of the YAML, as in a plain run."""
+    checkpoint, model = tmp_path / "checkpoint-1", nn.Linear(4, 4)
+    write(checkpoint, "whole")
+    for weight_decay in (0.1, 0.0):
+        optimizer = torch.optim.AdamW(model.parameters(), weight_decay=weight_decay)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+        if weight_decay:
+            model(torch.ones(4)).sum().backward()
+            optimizer.step()
+            torch.save(optimizer.state_dict(), checkpoint / "optimizer.pt")
+            torch.save(schedule.state_dict(), checkpoint / "scheduler.pt")
+    args = TrainingArguments(str(tmp_path / "out"), use_cpu=True, report_to="none")
+    trainer = ResumesPaged(model, args, optimizers=(optimizer, schedule))
+    trainer._load_optimizer_and_scheduler(str(checkpoint))
+    assert optimizer.state[model.weight]["step"] == 1
+    assert optimizer.param_groups[0]["weight_decay"] == 0.0
 
 
 @pytest.mark.parametrize(

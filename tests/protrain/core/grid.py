@@ -22,7 +22,7 @@ import torchao.optim
 import transformers
 from axolotl.utils.optimizers.adopt import ADOPT
 from core_models import ALL, HOST_STATE, VOCAB, Stack, checked, freeze, make_plan
-from odd_models import LOOKED_UP, MODELS
+from odd_models import LENGTH, LOOKED_UP, MODELS
 from simulated import DeferredDevice, SimulatedDevice, at_random, at_rate
 from torch import Tensor, nn
 
@@ -31,8 +31,6 @@ from axolotl.integrations.protrain.core.engine.session import Options, Session
 from axolotl.integrations.protrain.core.layout import build_layout
 from axolotl.integrations.protrain.core.types import Plan, Update
 
-LENGTH = 40
-"""Tokens of a row; the hidden states of a batch are 10 KB then, enough to be swapped."""
 STEPS = 4
 
 PLACES: dict[str, dict[str, Any]] = {

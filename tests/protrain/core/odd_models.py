@@ -21,6 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
 WIDTH = 32
+LENGTH = 40
+"""Tokens of each of two rows; their hidden states are 10 KB then, enough to be swapped."""
 SHAPES = {
     "vocab_size": VOCAB,
     # rows of a multiple of 32, as the repacking for the CPU wants them
@@ -93,6 +95,36 @@ class Changing(Odd):
         self.kept = [hidden.sin()]
         hidden.mul_(self.extra)
         return hidden.cos()
+
+
+class Positions(nn.Module):
+    """Adds a view of a weight as large as its input: both gradients are in one memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.table = nn.Parameter(torch.rand(2 * LENGTH * WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole = x.numel() == self.table.numel()
+        return torch.tanh(self.inner(x + self.table.view(x.shape) if whole else x))
+
+
+class Normed(nn.Module):
+    """Has running statistics, which it writes where its norm trains, and a mean that the
+    first call leaves at zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.inner(x))
+        self.mean.mul_(0.9).add_(hidden.detach().mean((0, 1)) * self.calls.clamp(max=1))
+        self.calls += 1
+        return self.norm((hidden + self.mean).transpose(1, 2)).transpose(1, 2)
 
 
 class View(Layer):
@@ -210,6 +242,18 @@ class Sometimes(Stack):
         self.calls += 1
         for index, layer in enumerate(self.layers):
             layer.use_extra = index in used
+        return super().forward(tokens)
+
+
+class FreezesNorms(Chain):
+    """Its norms keep their statistics in every second forward; the blocks train on."""
+
+    calls = 0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.calls += 1
+        for layer in self.layers:
+            layer.norm.train(self.training and self.calls % 2 == 0)
         return super().forward(tokens)
 
 
@@ -414,6 +458,8 @@ MODELS: dict[str, Callable[[], Any]] = {
     "identity": lambda: Chain([Layer(WIDTH, 32), Identity(), Layer(WIDTH, 32)]),
     "views": lambda: Chain([Views() for _ in ALL]),
     "changing": lambda: Chain([Changing() for _ in ALL]),
+    "positions": lambda: Chain([Positions() for _ in ALL]),
+    "norms": lambda: FreezesNorms([Normed() for _ in ALL]),
     "in place": lambda: Chain([InPlace() for _ in ALL]),
     "hands on": lambda: Chain([HandsOnInput() for _ in ALL]),
     "dataclass": lambda: Chain([Boxed() for _ in ALL]),

@@ -804,6 +804,24 @@ def idle(ranks: Ranks, idle_rank: str, moment: str) -> None:
         optimizer.zero_grad()
 
 
+def unlike(ranks: Ranks, eager_rank: str) -> None:
+    """A rank evaluates once more than the others, which go on with their step."""
+    model = stack()
+    layout = build_layout(model)
+    plan = make_plan(layout, shards=ranks.world.local_size)
+    session = Session(model, layout, plan, CpuDevice(), Options(), ranks)
+    optimizer = session.wrap_optimizer(adamw(model))
+    for step in range(2):
+        tokens = batches(1, seed=step)[0]
+        if step == 1 and ranks.rank == int(eager_rank):
+            with torch.no_grad():
+                model(tokens)
+        session.begin_micro_batch(True)
+        model(tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 ACTS: dict[str, Callable[[Ranks], dict[str, Any]]] = {
     "collectives": collectives,
     "drops": drops,
@@ -821,6 +839,9 @@ def main(out: Path, names: Sequence[str]) -> None:
     dist.init_process_group("gloo", init_method=start, rank=rank, world_size=size)
     if names[0] == "death":
         death(Ranks("cpu"), *names[1:])
+        return
+    if names[0] == "unlike":
+        unlike(Ranks("cpu"), *names[1:])
         return
     if names[0] == "idle":
         idle(Ranks("cpu", timedelta(seconds=IDLE_S)), *names[1:])

@@ -385,6 +385,18 @@ def test_runs_that_prepare_at_once_share_one_whole_file(tmp_path: Path) -> None:
     assert path.read_bytes() == content.numpy().tobytes()
 
 
+def test_a_damaged_file_is_written_anew(tmp_path: Path) -> None:
+    """Where ranks read parts of it, no hash is compared later."""
+    content = torch.arange(1 << 20).view(torch.uint8)
+    path = store(tmp_path, content)
+    whole = path.read_bytes()
+    path.write_bytes(b"x" + whole[1:])
+    assert store(tmp_path, content, compares=True) == path
+    assert path.read_bytes() == whole
+    changed = path.stat().st_mtime_ns
+    assert store(tmp_path, content, compares=True).stat().st_mtime_ns == changed
+
+
 WRITES = """
 import sys, torch
 from pathlib import Path

@@ -139,6 +139,8 @@ def of_models() -> Iterator[Any]:
         policies = ("keep", "recompute", "swap")
         # a block that changes its input cannot be run again
         policies = policies[:1] if name == "in place" else policies
+        # a sum is added to what is in the memory of another gradient
+        adds = {"accumulation": 3} if name == "positions" else {}
         for turn, policy in enumerate(policies):
             row = drawn(
                 f"{name} {policy}",
@@ -153,6 +155,7 @@ def of_models() -> Iterator[Any]:
                 then=None,
                 inside=False,
                 resumes=False,
+                **adds,
             )
             often = number % 3 == turn if adapts else number % 3 != turn
             quick = often or len(policies) == 1

@@ -31,10 +31,7 @@ from torch import nn
 from axolotl.integrations.protrain.core.engine import session as session_module
 from axolotl.integrations.protrain.core.engine.device import CpuDevice
 from axolotl.integrations.protrain.core.engine.session import Session
-from axolotl.integrations.protrain.core.errors import (
-    AccessError,
-    ConfigError,
-)
+from axolotl.integrations.protrain.core.errors import AccessError, ConfigError
 from axolotl.integrations.protrain.core.layout import build_layout
 from axolotl.integrations.protrain.core.types import Placement, Update
 
@@ -361,6 +358,44 @@ class Completing(torch.optim.AdamW):
 
 
 Completing.__module__, Completing.__name__ = "optimi", "AdamW"
+
+
+class Coupled(torch.optim.AdamW):
+    """Somebody's own, from a module whose name begins as that of a package does."""
+
+
+Coupled.__module__, Coupled.__name__ = "optimizers", "AdamW"
+
+
+def test_a_name_that_begins_alike_is_no_known_optimizer() -> None:
+    """It may look at all parameters together, here one chunk after the other."""
+    model = stack()
+    session = open_session(model, outside=HOST_STATE)
+    with pytest.raises(
+        ConfigError, match="^optimizer: optimizers.Coupled is not known"
+    ):
+        session.wrap_optimizer(Coupled(model.parameters()))
+    session.close()
+
+
+def test_a_clip_counts_under_any_default_dtype() -> None:
+    """Rounded to bf16 this coefficient would be 1."""
+    model = stack()
+    plain, optimizer, session, paged = pair(model, update=Update.HOST)
+    (tokens,) = batches(1)
+    for own in plain, model:
+        own(tokens).backward()
+    norm = session.clip_grad_norm(float("inf")).item()
+    nn.utils.clip_grad_norm_(plain.parameters(), 0.9995 * norm)
+    session.clip_grad_norm(0.9995 * norm)
+    optimizer.step()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        paged.step()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert_same_state(paged.state_dict(), optimizer.state_dict())
+    session.close()
 
 
 def test_saved_groups_are_those_after_updates_that_are_due() -> None:

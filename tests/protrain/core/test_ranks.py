@@ -310,5 +310,18 @@ def test_who_runs_no_block_is_named_by_all_others(
             assert f"ddp_timeout: rank {rank} runs no block in a pass" in words
 
 
+def test_a_pass_that_a_rank_runs_alone_is_named_by_all(tmp_path: Path) -> None:
+    """The others would gather chunks of another block, of equal size, into its place."""
+    for number, process in enumerate(start(tmp_path, 2, ["unlike", "0"])):
+        code = process.wait(60)
+        words = (tmp_path / f"{number}.log").read_text()
+        assert code, words
+        ways = {0: "forward, to be followed by another forward", 1: "forward, to be"}
+        assert (
+            f"protrain_zero3_shard: ranks run the model unlike each other: rank {number} "
+            f"goes {ways[number]}" in words
+        )
+
+
 def test_names_of_cases_and_acts_differ() -> None:
     assert not set(ACTS) & set(CASES)

@@ -6,7 +6,7 @@ import os
 import platform
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -89,6 +89,25 @@ def test_a_failure_is_not_passed_over_by_looking_ahead(worker: HostWorker) -> No
     worker.submit(lambda: None).result()
     with pytest.raises(Broken):
         worker.pending(3)
+
+
+class LostPeer:
+    """What gloo gives where another rank has died: complete, and no success."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        raise Broken
+
+
+@pytest.mark.parametrize("look", [HostWorker.wait, HostWorker.pending])
+def test_a_rank_that_has_died_has_updated_nothing(
+    look: Callable[[HostWorker, int], object], worker: HostWorker
+) -> None:
+    worker.submit(LostPeer, changes=3).result()
+    with pytest.raises(Broken):
+        look(worker, 3)
 
 
 def test_a_failed_sum_is_raised_by_its_future(worker: HostWorker) -> None:

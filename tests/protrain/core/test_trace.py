@@ -494,6 +494,48 @@ def test_weights_that_a_loss_reads_are_named(trained: bool) -> None:
     assert not run_trace(copied, lambda: copied(tokens), False).read_outside
 
 
+class HandsOnWeight(nn.Module):
+    """Gives a frozen weight to who comes next, in its output or as an attribute."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.inner = how, nn.Linear(8, 8)
+        self.weight = nn.Parameter(torch.ones(8, 8), requires_grad=False)
+        self.before: list[HandsOnWeight] = []
+
+    def forward(
+        self, x: Tensor, given: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        for block in self.before:
+            given = block.weight
+        x = torch.tanh(self.inner(x if given is None else x @ given))
+        return x, self.weight.t() if self.how == "output" else None
+
+
+class HandsOnWeights(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(HandsOnWeight(how) for _ in range(5))
+        for number in range(1, 5) if how == "list" else ():
+            self.layers[number].before.append(self.layers[number - 1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = None
+        for layer in self.layers:
+            x, given = layer(x, given)
+        return x.sum()
+
+
+@pytest.mark.parametrize("how", ["output", "list"])
+def test_weights_that_blocks_hand_on_are_named(how: str) -> None:
+    """Those of blocks too for which another one was run."""
+    copied = meta_copy(HandsOnWeights(how))
+    blocks = [(f"layers.{n}", layer) for n, layer in enumerate(copied.layers)]
+    x = torch.ones(4, 8, device="meta")
+    found = trace_step(copied, blocks, lambda: copied(x))
+    assert found.read_outside == {f"layers.{n}.weight" for n in range(4)}
+
+
 class OwnKernel(torch.autograd.Function):
     """A product by an operator of which torch knows nothing but the shape."""
 

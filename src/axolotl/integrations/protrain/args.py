@@ -27,7 +27,7 @@ from pydantic import (
 from .core.errors import BudgetError, ConfigError
 from .core.sizes import parse_bytes
 from .core.types import Knobs
-from .refusals import as_yaml, changes, is_off, refusals
+from .refusals import as_yaml, changes, is_off, refusals, unlike_on_ranks
 
 PLUGIN = "axolotl.integrations.protrain.ProTrainPlugin"
 OURS = re.compile("pro[-_]?train", re.IGNORECASE)
@@ -315,8 +315,11 @@ def overrides(args: object) -> tuple[Knobs, tuple[str, ...]] | None:
 
 def args_from(cfg: Mapping[str, Any]) -> ProTrainArgs:
     """The plugin's keys out of a validated Axolotl configuration."""
-    given = ((key, cfg.get(key)) for key in ProTrainArgs.model_fields)
-    return ProTrainArgs.model_construct(**{k: v for k, v in given if v is not None})
+    keys = ((key, cfg.get(key)) for key in ProTrainArgs.model_fields)
+    given = {key: value for key, value in keys if value is not None}
+    if unlike_on_ranks(cfg):
+        given["protrain_zero3_shard"] = False
+    return ProTrainArgs.model_construct(**given)
 
 
 def lists_plugin(plugins: Iterable[object] | None) -> bool:

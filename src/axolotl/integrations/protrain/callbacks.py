@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
+from axolotl.monkeypatch import relora
+from torch import nn
 from transformers import TrainerCallback
 
 from .core.engine.ranks import Ranks
+from .core.engine.session import Session
 from .core.errors import ConfigError
 
 BLIND = ("transformers", "axolotl")
@@ -31,6 +35,32 @@ def looking(event: str, callbacks: Sequence[TrainerCallback]) -> list[str]:
         if sees and getattr(callback, "looks_at_weights", True):
             found.append(type(callback).__name__)
     return found
+
+
+class _Visiting(dict[str, nn.Module]):
+    """Layers of a model, each of which visits the device while it is looked at."""
+
+    def __init__(self, layers: dict[str, nn.Module], session: Session) -> None:
+        super().__init__(layers)
+        self._session = session
+
+    def items(self) -> Any:
+        for name, layer in super().items():
+            with self._session.visiting(layer.parameters(), writes=True):
+                yield name, layer
+
+
+@contextmanager
+def merged_on_device(session: Session) -> Iterator[None]:
+    """Inside, ReLoRA merges each adapter into its weight where the adapter is: on the
+    device."""
+    find = relora.find_lora_modules
+
+    def found(model: nn.Module) -> _Visiting:
+        return _Visiting(find(model), session)
+
+    with patch.object(relora, "find_lora_modules", found):
+        yield
 
 
 class CallbackAccess:

@@ -37,7 +37,7 @@ from .core.types import (
     World,
 )
 from .offline.batches import sample_batch
-from .offline.fake_kernels import fake_kernels, make_experts_traceable
+from .offline.fake_kernels import fake_kernels, make_experts_traceable, picks_all
 from .offline.optimizer_state import optimizer_bytes
 from .refusals import HOST_OPTIMIZERS, LORA_KERNELS, refuse_quantised
 
@@ -322,9 +322,11 @@ def _traced(
 ) -> tuple[TracedStep, int]:
     """A step, with text alone where a vision tower cannot be traced, and its headroom."""
     others = objective.others if objective else {}
+    function = None if objective else _loss_function(cfg)
 
     def trace(batch: Mapping[str, Any]) -> TracedStep:
-        loss = partial(objective.loss if objective else _loss_of_output, model, batch)
+        loss = objective.loss if objective else partial(_loss_of_output, function)
+        loss = partial(loss, model, batch)
         return core.trace_loss(
             model, device_type, loss, autocast_dtype(cfg), others.values()
         )
@@ -363,8 +365,33 @@ def _traced(
     return traced, headroom
 
 
-def _loss_of_output(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    return loss_in(model(**batch))
+def _loss_of_output(
+    function: Callable[..., Tensor] | None, model: nn.Module, batch: Mapping[str, Any]
+) -> Tensor:
+    """Compute the model's own loss, or what a function makes of its output."""
+    if function is None:
+        return loss_in(model(**batch))
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    output = model(**inputs)
+    with picks_all():
+        return function(output, batch["labels"], num_items_in_batch=1)
+
+
+def _loss_function(cfg: Any) -> Callable[..., Tensor] | None:
+    """Return what Axolotl's trainer computes in the place of the model's own loss."""
+    # imported here: each is there from some version of Axolotl on
+    if cfg.use_eaft:
+        from axolotl.monkeypatch.loss.eaft import eaft_loss
+
+        given = {"alpha": cfg.eaft_alpha, "k": cfg.eaft_k}
+        return partial(
+            eaft_loss, **{k: value for k, value in given.items() if value is not None}
+        )
+    if cfg.use_dft:
+        from axolotl.monkeypatch.loss.dft import dft_loss
+
+        return dft_loss
+    return None
 
 
 def _workload(
@@ -540,6 +567,28 @@ def without_gpu(cfg: Any, asks_fp16: bool) -> list[str]:
             "bf16: true on the CPU device, which `auto` takes for a GPU without."
         )
     return notes
+
+
+_INITIALISED = ("pissa", "olora", "loftq", "corda", "eva", "lora_ga")
+"""Beginnings of adapters that are computed from the base's weights."""
+
+
+def started_on_host(cfg: Any) -> list[str]:
+    """A line for each key whose weights the plain run draws or computes on the GPU as it
+    loads, and this one on the host, where they come out otherwise."""
+    how = str(cfg.peft_init_lora_weights or "")
+    keys = {
+        f"peft_init_lora_weights: {how}": how.lower().startswith(_INITIALISED),
+        "reward_model": cfg.reward_model,
+        "process_reward_model": cfg.process_reward_model,
+        "tokens": cfg.tokens,
+    }
+    return [
+        f"{key}: the weights that this makes anew are made on the host, and on the GPU "
+        "without ProTrain, so training begins with other ones than a plain run."
+        for key, makes in keys.items()
+        if makes
+    ]
 
 
 def about(cfg: Any) -> dict[str, Any]:

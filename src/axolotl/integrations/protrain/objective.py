@@ -10,7 +10,9 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle, islice
 from types import CellType, FunctionType
 from typing import Any
@@ -27,6 +29,7 @@ from .core.errors import FOREIGN_ERRORS
 from .core.planner.meta import meta_copy
 from .core.types import Served
 from .generation import Asked, asked_of, generates, sampled_batch, served_by
+from .offline.fake_kernels import picks_all
 
 Collate = Callable[[list[dict[str, Any]]], Any]
 _META = torch.device("meta")
@@ -78,14 +81,16 @@ class Objective:
             key: value.to(_META) if isinstance(value, Tensor) else value
             for key, value in batch.items()
         }
-        return copied.compute_loss(model, moved)
+        # a function for a loss picks the tokens that count
+        with picks_all() if self._trainer.compute_loss_func else nullcontext():
+            return copied.compute_loss(model, moved)
 
 
 def objective_of(
     trainer: Trainer, dataset: Any, collate: Collate, length: int | None = None
 ) -> Objective | None:
-    """Return the objective of a trainer which computes more than one forward, else
-    None.
+    """Return the objective of a trainer which computes more than one forward, or whose
+    loss is a function that its YAML does not name, else None.
 
     Args:
         trainer: About to train.
@@ -93,9 +98,12 @@ def objective_of(
         collate: Makes a batch.
         length: Of all rows; None for that of the longest.
     """
-    if type(trainer).compute_loss in _PLAIN or getattr(
-        trainer.args, "sample_packing", False
-    ):
+    function = trainer.compute_loss_func
+    function = function.func if isinstance(function, partial) else function
+    home = getattr(function, "__module__", None) or "axolotl"
+    known = home.partition(".")[0] == "axolotl"
+    plain = type(trainer).compute_loss in _PLAIN and known
+    if plain or getattr(trainer.args, "sample_packing", False):
         return None
     sampled = None
     if generates(trainer):

@@ -34,7 +34,7 @@ from .core.engine.device import expand_segments, require_known, this_device
 from .core.engine.ranks import Ranks
 from .core.errors import ConfigError
 from .core.planner.job import missing_capacity
-from .job import disk_dir, without_gpu
+from .job import disk_dir, started_on_host, without_gpu
 from .refusals import TAKEN_OVER, as_yaml
 from .run import TrainingRun
 from .versions import forget_other_names, require_internals, skip_peer_check
@@ -46,6 +46,8 @@ LOG = get_logger(__name__)
 
 _READ_THE_BASE = ("peft_use_dora", "peft_init_lora_weights", "peft")
 """Keys under which adapters may begin with what they read from the base's weights."""
+_SET = ("1", "true", "yes", "y", "t", "on")
+"""Values of environment variables that accelerate takes for true."""
 _ON_GPUS = ("flash", "sage", "xformers")
 """Attention that has no form for the CPU."""
 
@@ -143,9 +145,14 @@ class ProTrainPlugin(BasePlugin):
                 _check_checkpoints(cfg)
             require_plan(cfg, device, LOG, ranks)
             ranks.close()
+        for note in () if on_cpu else started_on_host(cfg):
+            self._notes.append(note)
+            LOG.info(note)
         self._pages = True
         cfg.update(dict.fromkeys(TAKEN_OVER), gradient_checkpointing=False)
         cfg.device_map = "cpu"
+        # with `ddp`, as on several ranks, Axolotl would move all of it to the GPU
+        cfg.experimental_skip_move_to_device = True
         # Axolotl asks each item for `model_dump`: every key of its own mapping is
         # there, as None, so it calls that. Plain mappings it reads as it means to.
         if cfg.role_boundaries:
@@ -292,7 +299,13 @@ def _check_machine(cfg: Any, trains: bool) -> None:
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not num_gpus:
         require_known(this_device())
-    lines = []
+    lines = [
+        f"ACCELERATE_USE_{name}: the launcher's configuration, of `accelerate config`, asks "
+        f"for {name}, which decides where weights live. Choose MULTI_GPU or NO there, or "
+        "launch with `--launcher torchrun`."
+        for name in ("FSDP", "DEEPSPEED")
+        if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() in _SET
+    ]
     if not num_gpus and args_from(cfg).protrain_capacity_bytes is None:
         lines.append(str(missing_capacity()))
     attention = str(cfg.attn_implementation)

@@ -50,8 +50,8 @@ def _several(value: object) -> bool:
     return isinstance(value, int) and value > 1
 
 
-def _entry(mapping: object, key: str) -> object:
-    return mapping.get(key) if isinstance(mapping, Mapping) else None
+def _entry(mapping: object, key: str, default: object = None) -> object:
+    return mapping.get(key, default) if isinstance(mapping, Mapping) else default
 
 
 def _names(value: object) -> list[str]:
@@ -240,6 +240,19 @@ def changes(raw: Mapping[str, Any]) -> list[Refusal]:
     return found + [row for row in places if row.key not in named]
 
 
+def unlike_on_ranks(settings: Mapping[str, Any]) -> str | None:
+    """Name a key under which some ranks run the model more often than others, for answers
+    that a log shows; None without any."""
+    for key in ("generate_samples", "do_causal_lm_eval"):
+        if settings.get(key):
+            return key
+    diffusion = settings.get("diffusion")
+    if diffusion and _entry(diffusion, "generate_samples", True):
+        return "diffusion.generate_samples"
+    logs = any(settings.get(f"use_{name}") for name in ("wandb", "mlflow", "comet"))
+    return "eval_table_size" if logs and settings.get("eval_table_size") else None
+
+
 def refusals(settings: Mapping[str, Any]) -> list[str]:
     """One line for every setting, ours or Axolotl's, that ProTrain cannot work with."""
     # of a YAML as it is spelt, too: pydantic takes "false" for false
@@ -269,20 +282,7 @@ def refusals(settings: Mapping[str, Any]) -> list[str]:
             "Where weights live is ProTrain's task here. Remove all that decides it: "
             f"{', '.join(f'`{key}`' for key in keys)}."
         )
-    if settings.get("torch_compile") and settings.get("load_in_8bit"):
-        lines.append(
-            "`torch_compile: true` with `load_in_8bit: true` gives other numbers when "
-            "weights are paged than when they are not. Use load_in_4bit, or remove one."
-        )
-    if settings.get("relora") and (
-        settings.get("load_in_4bit") or settings.get("load_in_8bit")
-    ):
-        lines.append(
-            "`relora: true` merges adapters into weights that bitsandbytes does not "
-            "quantise again: at the first restart the plain run ends (4 bits), or goes on "
-            "without what has trained (8 bits). Use it without load_in_4bit and "
-            "load_in_8bit."
-        )
+    lines += _of_pairs(settings)
     optimizer = settings.get("optimizer") or HOST_OPTIMIZERS[0]
     trains_paged_weights = not (
         settings.get("adapter") or settings.get("protrain_force_all_persistent")
@@ -307,6 +307,38 @@ def refusals(settings: Mapping[str, Any]) -> list[str]:
             f"{as_yaml('optimizer', optimizer)} {_INSEPARABLE[name]}, and here a part of "
             "them is updated at a time. Use adamw_bnb_8bit, adafactor or another of those "
             "in docs/compatibility.md, or train an adapter."
+        )
+    return lines
+
+
+def _of_pairs(settings: Mapping[str, Any]) -> list[str]:
+    """A line for each two keys that do not work together."""
+    lines = []
+    if settings.get("torch_compile") and settings.get("load_in_8bit"):
+        lines.append(
+            "`torch_compile: true` with `load_in_8bit: true` gives other numbers when "
+            "weights are paged than when they are not. Use load_in_4bit, or remove one."
+        )
+    if settings.get("relora") and (
+        settings.get("load_in_4bit") or settings.get("load_in_8bit")
+    ):
+        lines.append(
+            "`relora: true` merges adapters into weights that bitsandbytes does not "
+            "quantise again: at the first restart the plain run ends (4 bits), or goes on "
+            "without what has trained (8 bits). Use it without load_in_4bit and "
+            "load_in_8bit."
+        )
+    unlike = unlike_on_ranks(settings)
+    if settings.get("protrain_zero3_shard") and unlike:
+        lines.append(
+            f"`{unlike}` runs the model on some ranks more often than on others, and with "
+            "`protrain_zero3_shard: true` all have to do it together. Remove one of the "
+            "two."
+        )
+    if settings.get("relora") and settings.get("protrain_disk_dir"):
+        lines.append(
+            "`relora: true` merges adapters into weights that `protrain_disk_dir` keeps on "
+            "a disk, from which they are only read. Remove one of the two."
         )
     return lines
 

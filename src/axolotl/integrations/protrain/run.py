@@ -22,7 +22,7 @@ from transformers import Trainer, TrainerCallback
 
 from .args import args_from, overrides
 from .background_save import BackgroundSave
-from .callbacks import CallbackAccess
+from .callbacks import CallbackAccess, merged_on_device
 from .core.checkpoint import (
     SLACK_BYTES,
     TOKEN_BYTES,
@@ -220,6 +220,8 @@ class TrainingRun:
             self.ranks,
             absent,
         )
+        if self._cfg.relora:
+            self._undo.enter_context(merged_on_device(self.session))
         if pageable := opened.pageable_bytes:
             line = (
                 f"{format_bytes(pageable)} of host memory could not be page-locked: "

@@ -265,12 +265,12 @@ class ProTrainTrainerMixin(_Mixed):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """As plain, but looked at first, and each rank reads from one mapping of the file,
         not to its GPU."""
-        if checkpoint is None:
-            return
-        folder, trainer = Path(checkpoint), cast(Any, self)
-        require_whole(folder, self.args.save_only_model)
-        if has_state(folder):
-            load_states(folder, trainer.optimizer, trainer.lr_scheduler)
+        if checkpoint is not None:
+            require_whole(Path(checkpoint), self.args.save_only_model)
+        # in the place of transformers' own alone: Axolotl and others do more around it
+        loads = "_load_optimizer_and_scheduler"
+        with patch.object(Trainer, loads, _load_optimizer_and_scheduler):
+            super()._load_optimizer_and_scheduler(checkpoint)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         where = next(cast(Any, self.model).parameters()).device
@@ -291,6 +291,11 @@ class ProTrainTrainerMixin(_Mixed):
         # training is over; from here on the model is an ordinary one
         self.protrain.close()
         return super()._load_best_model(*args, **kwargs)
+
+
+def _load_optimizer_and_scheduler(trainer: Any, checkpoint: str | None) -> None:
+    if checkpoint is not None and has_state(Path(checkpoint)):
+        load_states(Path(checkpoint), trainer.optimizer, trainer.lr_scheduler)
 
 
 def publish_together(ranks: Ranks, checkpoint: Path, meant: Sequence[str]) -> None:

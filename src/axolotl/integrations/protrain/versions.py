@@ -32,12 +32,14 @@ NAMES = {
     "torch:UntypedStorage": "_cdata",
     "torch:ops.aten.add.default": "_schema",
     "torch._C": "PyTorchFileReader _DisableFuncTorch _DisableTorchDispatch "
-    "_RestorePythonTLSSnapshot "
+    "_RestorePythonTLSSnapshot _storage_Use_Count "
     "_current_graph_task_id _disabled_torch_function_impl _will_engine_execute_node",
     "torch._C._autograd": "_top_saved_tensors_default_hooks",
     "torch.autograd.graph": "_allow_mutation_on_saved_tensors_enabled",
     "torch.autograd": "_get_sequence_nr _profiler_enabled",
+    "torch._C._dynamo.eval_frame": "_set_lru_cache",
     "torch._dynamo.config": "optimize_ddp",
+    "torch.fx.experimental._config": "meta_nonzero_assume_all_nonzero",
     "torch._C:_FunctionBase": "_sequence_nr _set_sequence_nr",
     "torch.autograd:Variable._execution_engine": "queue_callback",
     "torch.nn:Module": "_call_impl _compiled_call_impl _wrapped_call_impl",
@@ -70,6 +72,7 @@ PARAMETERS = {
     "torch.nn.utils.parametrize:_inject_property": "module tensor_name",
     "accelerate:Accelerator.prepare_model": "self model device_placement evaluation_mode",
     "axolotl.monkeypatch.moe_quant:replace_parameter_8bit": "module param_name",
+    "axolotl.monkeypatch.relora:find_lora_modules": "model",
     "bitsandbytes.nn.parametrize:replace_parameter_4bit": "module param_name "
     "compress_statistics quant_type",
     "torch.amp:GradScaler._unscale_grads_": "self optimizer inv_scale found_inf",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -20,6 +20,7 @@ import bitsandbytes as bnb
 import torch
 from bitsandbytes.autograd._functions import MatMul8bitFp
 from torch import Tensor, nn
+from torch.fx.experimental import _config as fx_config
 
 from ..core.layout.tensors import tensors_in
 from ..core.planner.meta import value_of
@@ -231,6 +232,11 @@ def _linear_attention(model: nn.Module, used: list[str]) -> Iterator[None]:
                     f"{whole}, which has kernels for it, cannot be imported here"
                 )
         yield
+
+
+def picks_all() -> AbstractContextManager[Any]:
+    """Inside, who picks elements by a mask without values gets all: the most there are."""
+    return patch.object(fx_config, "meta_nonzero_assume_all_nonzero", True)
 
 
 def _is_elsewhere(package: str) -> bool:

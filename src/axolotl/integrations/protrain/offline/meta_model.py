@@ -386,6 +386,7 @@ def _built(
         undo.callback(gc.unfreeze)
         # the trace shows what a block computes once; policies are the plan's affair
         undo.enter_context(_keys(cfg, dict.fromkeys(TAKEN_OVER)))
+        undo.enter_context(_keys(cfg, {"experimental_skip_move_to_device": True}))
         if cfg.peft_init_lora_weights:
             assumptions.append(
                 f"peft_init_lora_weights: {cfg.peft_init_lora_weights} needs weights; "

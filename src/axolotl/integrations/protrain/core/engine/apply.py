@@ -634,7 +634,7 @@ def _clip(
 
 def _scales(clip: Clip | None) -> bool:
     """Return whether `clip_grads_with_norm_` changes anything, as it computes it."""
-    one = torch.ones(1, device="cpu")
+    one = torch.ones(1, dtype=torch.float64, device="cpu")
     one.grad = torch.ones_like(one)
     if clip is not None:
         torch.nn.utils.clip_grads_with_norm_(one, *clip)

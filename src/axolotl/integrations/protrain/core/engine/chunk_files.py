@@ -33,12 +33,14 @@ READ_BYTES, NUM_READERS = 8 << 20, 4
 """Size of one read, and how many are in flight: a solid-state disk wants several large ones."""
 
 
-def store(folder: Path, content: Tensor) -> Path:
+def store(folder: Path, content: Tensor, compares: bool = False) -> Path:
     """Write bytes under the name of their hash, whole or not at all, unless they are there.
 
     Args:
         folder: Is made where it is missing.
         content: uint8, on the host.
+        compares: Look at the bytes that are there, which whoever reads all of them does
+            later.
 
     Raises:
         DiskError: The folder cannot be written, or has no room.
@@ -48,7 +50,8 @@ def store(folder: Path, content: Tensor) -> Path:
     nbytes = aligned(len(data), PAGE_BYTES)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if path.is_file() and path.stat().st_size == nbytes:
+        is_there = path.is_file() and path.stat().st_size == nbytes
+        if is_there and not (compares and _differs(path, content)):
             # used now, by `stored`; the time of a change is left to `ChunkFile`
             os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
             return path
@@ -66,6 +69,15 @@ def store(folder: Path, content: Tensor) -> Path:
             "folder on a disk with room for the frozen weights."
         ) from error
     return path
+
+
+def _differs(path: Path, content: Tensor) -> bool:
+    with path.open("rb") as file:
+        memory = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE)
+        found = torch.frombuffer(memory, dtype=torch.uint8, count=len(content))
+        is_other = not torch.equal(found, content)
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return is_other
 
 
 def unfinished(folder: Path) -> IO[bytes]:

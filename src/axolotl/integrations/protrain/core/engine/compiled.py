@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -40,6 +40,8 @@ class CompiledForward:
     def __init__(self, block: nn.Module, how: Mapping[str, Any]) -> None:
         self._block = block
         self._own: Callable[..., Any] | None = vars(block).get("forward")
+        # a recomputation has to find the graph that its forward ran (pytorch#166926)
+        cast(Any, torch._C._dynamo.eval_frame)._set_lru_cache(False)
         self._call = torch.compile(block.forward, **how)
         block.forward = self
 

@@ -24,12 +24,23 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from ..types import IN_FLIGHT, Counters
 from .device import Device, Event
 from .host_chunks import HostChunk, MainGrads
 from .staging import Staging
+
+
+def unshared(gradient: Tensor) -> Tensor:
+    """Return a gradient to be changed in place: a copy where others are in its memory,
+    which backward still reads. That of a view may be in the memory of what it was added
+    to."""
+    storage = gradient.untyped_storage()
+    # this object's and the tensor's own
+    is_shared = torch._C._storage_Use_Count(storage._cdata) > 2
+    return gradient.clone() if is_shared else gradient
 
 
 class Gradients:
@@ -123,7 +134,16 @@ class Gradients:
 
     def take(self, host: HostChunk, index: int, gradient: Tensor) -> None:
         """Take the gradient of a parameter that autograd has accumulated."""
-        self._add(host.main_grads, index, gradient)
+        main_grads = host.earlier or host.main_grads
+        if index in main_grads.arrived:
+            # the next micro-batch: sums keep the order of the plain run
+            self._send(main_grads)
+        gradient = self._added(main_grads, index, gradient)
+        main_grads.norms.pop(index, None)
+        self._device.writes((gradient,), self._device.compute)
+        main_grads.arrived[index] = gradient
+        if len(main_grads.arrived) == len(main_grads.chunk.tensors):
+            self._send(main_grads)
 
     def drop(self, host: HostChunk, index: int) -> None:
         """Forget the sum of a parameter so far, if there is one."""
@@ -144,17 +164,6 @@ class Gradients:
         self._send_all()
         self.retire(0)
 
-    def _add(self, main_grads: MainGrads, index: int, gradient: Tensor) -> None:
-        if index in main_grads.arrived:
-            # the next micro-batch: sums keep the order of the plain run
-            self._send(main_grads)
-        gradient = self._added(main_grads, index, gradient)
-        main_grads.norms.pop(index, None)
-        self._device.writes((gradient,), self._device.compute)
-        main_grads.arrived[index] = gradient
-        if len(main_grads.arrived) == len(main_grads.chunk.tensors):
-            self._send(main_grads)
-
     def _forget(self, main_grads: MainGrads, index: int) -> None:
         if index in main_grads.present or index in main_grads.arrived:
             self.settle_own()
@@ -165,21 +174,26 @@ class Gradients:
         gradient = gradient.to(main_grads.tensors[index].dtype)
         if index not in main_grads.present:
             return gradient
+        gradient, compute = unshared(gradient), self._device.compute
         # on the host it is old from now on
         main_grads.present.discard(index)
-        compute, staging = self._device.compute, self._staging
-        for number in main_grads.pieces_of[index]:
-            piece, key = main_grads.pieces[number], main_grads.key(number)
-            (memory,) = staging.take(key, [main_grads.source(number)])
-            own = main_grads.in_piece(memory, piece, [index])[index]
-            if piece.elements is None:
-                gradient.add_(own)
-            else:
-                gradient = gradient.contiguous()
-                gradient.view(-1)[piece.elements].add_(own)
-            self._device.reads((own,), compute)
-            if main_grads.present.isdisjoint(piece.span):
-                self._give_back(main_grads, number)
+        try:
+            for number in main_grads.pieces_of[index]:
+                piece, key = main_grads.pieces[number], main_grads.key(number)
+                (memory,) = self._staging.take(key, [main_grads.source(number)])
+                own = main_grads.in_piece(memory, piece, [index])[index]
+                if piece.elements is None:
+                    gradient.add_(own)
+                else:
+                    gradient = gradient.contiguous()
+                    gradient.view(-1)[piece.elements].add_(own)
+                self._device.reads((own,), compute)
+                if main_grads.present.isdisjoint(piece.span):
+                    self._give_back(main_grads, number)
+        except torch.OutOfMemoryError:
+            # the micro-batch is lost, not those before
+            main_grads.present.add(index)
+            raise
         self._device.writes((gradient,), compute)
         return gradient
 

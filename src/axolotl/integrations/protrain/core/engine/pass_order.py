@@ -73,7 +73,7 @@ class PassOrder:
 
     def _meet(self) -> None:
         if not self._met:
-            self._ranks.begin_pass()
+            self._ranks.begin_pass(self.direction)
             self._met = True
 
     def _until(self, block: int) -> range:

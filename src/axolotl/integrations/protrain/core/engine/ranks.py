@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import ConfigError, ProTrainError
+from ..layout import Direction
 from ..types import Counters, World
 
 Result = TypeVar("Result")
@@ -29,6 +30,7 @@ LOOK_S = 0.2
 HEARD_S = 10.0
 """The longest that a rank waits for others to hear it, and then for itself to end."""
 _WORDS, _HEARD = "words", "heard"
+_DIRECTIONS = tuple(Direction)
 LIMIT = timedelta(minutes=30)
 """The longest that torch waits for a rank, and transformers (`ddp_timeout`), unless told."""
 
@@ -88,19 +90,20 @@ class Ranks:
         """This rank has updated its share; done when all of the node have theirs."""
         return dist.barrier(group=self._updates, async_op=True)
 
-    def begin_pass(self) -> None:
+    def begin_pass(self, direction: Direction) -> None:
         """Return once all ranks of the node begin a pass, whose gathers have no end where
         one of them does not come.
 
         Raises:
-            ProTrainError: Some have not come in time, by their numbers.
+            ProTrainError: Some have not come in time, or go the other way, by their
+                numbers.
         """
-        here = torch.zeros(1, dtype=torch.uint8, device="cpu")
+        here = torch.tensor([_DIRECTIONS.index(direction)], device="cpu")
         others = [rank for rank in self._own_node if rank != self.rank]
         sent = [dist.isend(here, rank, group=self._passes) for rank in others]
+        told = {rank: torch.empty_like(here) for rank in others}
         heard = {
-            rank: dist.irecv(torch.empty_like(here), rank, group=self._passes)
-            for rank in others
+            rank: dist.irecv(told[rank], rank, group=self._passes) for rank in others
         }
         missing = [rank for rank, work in heard.items() if not self._ends(work)]
         if missing:
@@ -113,6 +116,16 @@ class Ranks:
             )
         for work in filter(None, sent):
             work.wait()
+        for rank in others:
+            way = _DIRECTIONS[int(told[rank])]
+            if way is not direction:
+                raise ProTrainError(
+                    "protrain_zero3_shard: ranks run the model unlike each other: rank "
+                    f"{self.rank} goes {direction.value}, and rank {rank} {way.value}. "
+                    "Where chunks are sharded every rank has to run it as often as the "
+                    "others, and a callback, maybe, runs it on some alone. Set "
+                    "`protrain_zero3_shard: false`."
+                )
 
     def _ends(self, work: dist.Work | None) -> bool:
         assert work is not None

@@ -20,6 +20,9 @@ from ..layout import CACHES
 from .calls import AroundCall
 from .swap import Swap
 
+SMALL_BYTES = 1 << 16
+"""Size up to which a buffer is kept in each call, whether or not the block writes it."""
+
 
 class Recompute(AroundCall):
     """Keep only a block's inputs for backward; RNG state and autocast are replayed.
@@ -86,34 +89,41 @@ def _end_checkpoint(error: BaseException) -> None:
 class _Buffers:
     """Lets a recomputation find the buffers as its forward found them, and change none.
 
-    A forward may write some, as a batch norm its running statistics. The first one, in
-    training and apart from it, shows which.
+    A forward may write some, as a batch norm its running statistics. Small ones are kept
+    in each call. Which large ones it writes the first call shows, in each state of
+    `training` of the block's modules.
     """
 
     def __init__(self, block: nn.Module) -> None:
         self._block = block
-        self._written: dict[bool, list[tuple[dict[str, Any], str]]] = {}
+        self._written: dict[Any, set[tuple[int, str]]] = {}
         # in which mode a call has found none; the first one may register some
-        self._without: set[bool] = set()
+        self._without: dict[bool, int] = {}
 
     def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Surround the two runs of a call, the second of which is the recomputation."""
         trains = self._block.training
-        places = self._written.get(trains)
-        if places is None:
-            places = [
-                (module._buffers, name)
-                for module in self._block.modules()
-                for name, buffer in module._buffers.items()
-                if buffer is not None
-            ]
-        if not places:
-            if trains in self._without:
-                self._written[trains] = []
-            self._without.add(trains)
+        if self._without.get(trains, 0) > 1:
             return run
-        found = [own[name] for own, name in places]
-        before = [buffer.clone() for buffer in found]
+        modules = [*self._block.modules()]
+        found = [
+            (module._buffers, name, buffer)
+            for module in modules
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        if not found:
+            self._without[trains] = self._without.get(trains, 0) + 1
+            return run
+        mode = tuple(module.training for module in modules)
+        written = self._written.get(mode)
+        if written is not None:
+            found = [
+                (own, name, buffer)
+                for own, name, buffer in found
+                if buffer.nbytes <= SMALL_BYTES or (id(own), name) in written
+            ]
+        before = [buffer.clone() for *_, buffer in found]
         is_first = True
 
         def surrounded(*args: Any) -> Any:
@@ -121,24 +131,22 @@ class _Buffers:
             if is_first:
                 is_first = False
                 output = run(*args)
-                each = zip(places, found, before, strict=True)
-                self._written.setdefault(
-                    trains,
-                    [
-                        (own, name)
-                        for (own, name), buffer, as_found in each
+                if written is None:
+                    self._written[mode] = {
+                        (id(own), name)
+                        for (own, name, buffer), kept in zip(found, before, strict=True)
+                        if buffer.nbytes > SMALL_BYTES
                         # a batch norm leaves versions as they are
-                        if own[name] is not buffer or not torch.equal(buffer, as_found)
-                    ],
-                )
+                        and (own[name] is not buffer or not buffer.equal(kept))
+                    }
                 return output
-            now = [own[name] for own, name in places]
-            for (own, name), buffer in zip(places, before, strict=True):
-                own[name] = buffer.clone()
+            now = [own[name] for own, name, _ in found]
+            for (own, name, _), kept in zip(found, before, strict=True):
+                own[name] = kept.clone()
             try:
                 return run(*args)
             finally:
-                for (own, name), buffer in zip(places, now, strict=True):
+                for (own, name, _), buffer in zip(found, now, strict=True):
                     own[name] = buffer
 
         return surrounded

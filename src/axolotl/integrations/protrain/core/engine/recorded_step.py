@@ -82,8 +82,9 @@ def require_separable(optimizer: torch.optim.Optimizer) -> None:
             random numbers that all parameters draw from one generator.
     """
     kind = type(optimizer)
-    known = kind.__module__.startswith("bitsandbytes.optim.") or any(
-        kind.__module__.startswith(package) and kind.__name__ in names.split()
+    home = f"{kind.__module__}."
+    known = home.startswith("bitsandbytes.optim.") or any(
+        home.startswith(f"{package}.") and kind.__name__ in names.split()
         for package, names in _SEPARABLE.items()
     )
     why = "is not known to update its parameters independently of each other"

@@ -35,7 +35,7 @@ from torch import Tensor
 from ..errors import AccessError
 from ..layout import main_chunk
 from ..types import IN_FLIGHT, Counters
-from .gradients import Gradients
+from .gradients import Gradients, unshared
 from .host_chunks import HostChunk, HostMemory, MainGrads
 from .host_pool import HostPool
 from .staging import Staging
@@ -187,7 +187,7 @@ class GradientReduction(Gradients):
         if self._pinned is None:
             self._begin_sums()
         assert host.earlier is not None
-        self._add(host.earlier, index, gradient)
+        super().take(host, index, gradient)
 
     def drop(self, host: HostChunk, index: int) -> None:
         if host.earlier is not None:
@@ -253,7 +253,7 @@ class GradientReduction(Gradients):
                 own = torch.zeros(param.shape, dtype=dtype, device=param.device)
                 if earlier is not None:
                     own = self._added(earlier, index, own)
-            own = own.to(dtype).contiguous()
+            own = unshared(own.to(dtype).contiguous())
             scaled.append(own.mul_(1.0 / self._ranks.world.size))
         if earlier is not None:
             self._let_go(earlier)

@@ -54,8 +54,9 @@ is not prefetched; the prefetch is retried after the forward of the block that i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -127,6 +128,7 @@ class DueUpdates:
         self._layout, self._device, self._ranks = layout, memory.device, memory.ranks
         self._store, self._updates, self._worker = store, updates, worker
         self.stale: set[int] = set()
+        self._failed: BaseException | None = None
 
     def apply_in_use(self, chunk: int) -> None:
         """Apply the recorded step of a chunk that is about to be used: see Note [The
@@ -247,9 +249,21 @@ class DueUpdates:
                 self._updates.apply(own)
             elif event is not None:
                 event.synchronize()
-            return self._ranks.updated()
 
-        self._worker.submit(end, changes=chunk.index)
+        end_update = partial(self._end_update, end)
+        self._worker.submit(end_update, changes=chunk.index)
+
+    def _end_update(self, end: Callable[[], None]) -> Any:
+        """End an update and say so to the other ranks, which would take one that comes
+        after a failed one for that."""
+        if self._failed is not None and self._ranks.world.size > 1:
+            raise self._failed
+        try:
+            end()
+        except BaseException as error:
+            self._failed = error
+            raise
+        return self._ranks.updated()
 
     def wait(self, chunk: int) -> None:
         """Return once the queued update of a chunk is done, if there is one."""

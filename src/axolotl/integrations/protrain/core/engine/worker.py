@@ -108,9 +108,10 @@ class HostWorker:
         update = self._last.get(chunk)
         if update is None:
             return
-        if not update.everywhere():
-            start = time.perf_counter()
-            update.wait_everywhere()
+        is_done, start = update.everywhere(), time.perf_counter()
+        # gloo calls a barrier complete that has failed, which waiting for it raises
+        update.wait_everywhere()
+        if not is_done:
             self.waited_s += time.perf_counter() - start
         # forgotten only now: a signal handler may wait for the same chunk meanwhile
         self._last.pop(chunk, None)

@@ -148,7 +148,8 @@ def plain_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _static(block: nn.Module, position: int | None) -> Any:
     """Everything plain that a block knows, but for its own number in the list."""
-    modules = []
+    modules: list[Any] = []
+    own = {id(part): name for name, part in _parts(block)}
     for name, module in block.named_modules():
         attributes = tuple(
             # 1 and True are equal, their types are not
@@ -163,12 +164,38 @@ def _static(block: nn.Module, position: int | None) -> Any:
         if parametrize.is_parametrized(module):
             # a class of its own; what it computes is in modules of its own too
             kind = kind.__bases__[0]
-        modules.append((name, kind, attributes))
+        links = tuple(
+            (key, tuple(own.get(id(part), id(part)) for part in _linked(value)))
+            for key, value in vars(module).items()
+            if key not in _OF_EVERY_MODULE
+        )
+        modules.append((name, kind, attributes, links))
     tensors = tuple(
         (name, tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
         for name, tensor in (*block.named_parameters(), *block.named_buffers())
     )
     return tuple(modules), tensors
+
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+def _parts(block: nn.Module) -> Iterator[tuple[str, nn.Module | Tensor]]:
+    yield from block.named_modules()
+    yield from block.named_parameters()
+    yield from block.named_buffers()
+
+
+def _linked(value: Any) -> Iterator[nn.Module | Tensor]:
+    """Modules and tensors that an attribute holds as no part of its module, which may be
+    another block's."""
+    if isinstance(value, (nn.Module, Tensor)):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _linked(item)
+    elif isinstance(value, dict):
+        yield from _linked([*value.values()])
 
 
 def _described(value: Any) -> Any:

@@ -94,8 +94,7 @@ def trace_step(
     try:
         with torch.random.fork_rng(devices=[]):
             recorder.record(loss_of)
-            if recorder.recurs:
-                # gradients of a block wait for all of its rounds: each has to run
+            if recorder.must_run_all:
                 recorder = _Recorder(model, blocks, skips=False)
                 recorder.record(loss_of)
     except (NotImplementedError, RuntimeError) as error:
@@ -326,11 +325,13 @@ class _Recorder(MetaMode):
             )
 
     @property
-    def recurs(self) -> bool:
-        """Tell whether a block went backward more than once, and any was skipped."""
+    def must_run_all(self) -> bool:
+        """Tell whether any block was skipped, and one went backward more than once, or its
+        weights are read outside of it: those of a skipped one may be, too."""
         undone = Counter(s.block for s in self._segments if s.backward)
         undone[None] = 0
-        return bool(self._copies) and max(undone.values()) > 1
+        odd = max(undone.values()) > 1 or self._read_outside
+        return bool(self._copies and odd)
 
     @contextmanager
     def _recording(self) -> Iterator[None]:
