@@ -42,6 +42,15 @@ class SeededPlugin(BasePlugin):
         torch.manual_seed(11)
 
 
+class OnTheHost(BasePlugin):
+    """Refuses a model that is not there once it is loaded."""
+
+    def post_model_load(self, cfg: Any, model: Any) -> None:
+        (device,) = {param.device.type for param in model.parameters()}
+        if device != "cpu":
+            raise RuntimeError(f"the model was loaded to {device}")
+
+
 class _NoteScale(TrainerCallback):
     """Logs the scale as one more loss, and takes norms out that are equal to nothing."""
 

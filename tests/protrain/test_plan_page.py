@@ -813,9 +813,9 @@ def test_plain_training_is_compared_with_the_time_of_its_answers() -> None:
         "step_s": 2.0,
         "tokens_per_s": 200.0,
     }
-    assert plain_pace(100.0, [plain]) == "yes, 50% faster"
+    assert plain_pace(100.0, [plain]) == "yes, 100% faster"
     assert format_plain(100.0, [plain]).endswith("you do not need it")
-    assert plain_pace(400.0, [plain]) == "yes, 100% slower"
+    assert plain_pace(400.0, [plain]) == "yes, 50% slower"
     assert "do not need" not in format_plain(400.0, [plain])
 
 

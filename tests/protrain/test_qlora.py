@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from axolotl.monkeypatch import relora
 from axolotl.monkeypatch.relora import lora_delta_weight, update_weights
 from axolotl_jobs import LORA, overrides
 from bitsandbytes.nn import Linear4bit, Linear8bitLt
@@ -17,15 +19,33 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from saving_jobs import PAGED, Jobs, difference, load, weights
 from tiny_models import NUM_BLOCKS, build_model, model_path
 from torch import nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 from transformers.integrations.bitsandbytes import Bnb4bitQuantize
 
+from axolotl.integrations.protrain.callbacks import merged_on_device
+from axolotl.integrations.protrain.core.engine.device import CpuDevice
+from axolotl.integrations.protrain.core.engine.session import Options, Session
+from axolotl.integrations.protrain.core.layout import build_layout
+from axolotl.integrations.protrain.core.planner.plans import make_plan
 from axolotl.integrations.protrain.loading import quantise_on
 
 QLORA = {**LORA, "adapter": "qlora", "load_in_4bit": True}
 PLAN = {**PAGED, "protrain_capacity_bytes": "1GiB", **overrides(0, 2, NUM_BLOCKS)}
 FAMILY = "llama-wide"
 MODEL = model_path(FAMILY)
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +111,32 @@ def test_relora_does_not_quantise_what_it_merges(bits: int) -> None:
             adapted(rows)
     else:
         assert torch.equal(adapted(rows), before)
+
+
+def test_relora_merges_where_the_adapter_is() -> None:
+    """A GPU adds nothing of its own to a weight on the host."""
+    base = LlamaForCausalLM(LlamaConfig(**SIZES))
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    for name, param in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(param)
+    plain = copy.deepcopy(model)
+    layers = relora.find_lora_modules(model)
+    names = {name for name, param in model.named_parameters() if param.requires_grad}
+    layout = build_layout(model, names)
+    plan = make_plan(layout, 0, 2, 0, 0, False)
+    session = Session(model, layout, plan, CpuDevice(), Options())
+    with session.full_params(), torch.no_grad():
+        homes = {name: layer.weight.data_ptr() for name, layer in layers.items()}
+        with merged_on_device(session):
+            for name, layer in relora.find_lora_modules(model).items():
+                assert layer.weight.data_ptr() != homes[name]
+            torch.manual_seed(3)
+            relora.merge_and_save(model, "", "", reinit=True)
+        torch.manual_seed(3)
+        relora.merge_and_save(plain, "", "", reinit=True)
+    session.close()
+    assert difference(model.state_dict(), plain.state_dict()) is None
 
 
 def test_an_adapter_works_without_axolotl(jobs: Jobs) -> None:

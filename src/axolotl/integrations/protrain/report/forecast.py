@@ -417,10 +417,10 @@ def plain_pace(tokens_per_s: float, others: Iterable[Mapping[str, Any]]) -> str:
     plain = next((o for o in others if o["change"] == WITHOUT_PLUGIN), None)
     if plain is None or plain["verdict"] != FITS:
         return "no"
-    slower = tokens_per_s / plain["tokens_per_s"] - 1
-    if abs(slower) < 5e-3:
+    faster = plain["tokens_per_s"] / tokens_per_s - 1
+    if abs(faster) < 5e-3:
         return "yes, as fast"
-    return f"yes, {abs(slower):.0%} {'slower' if slower > 0 else 'faster'}"
+    return f"yes, {abs(faster):.0%} {'faster' if faster > 0 else 'slower'}"
 
 
 def format_plain(tokens_per_s: float, others: Iterable[Mapping[str, Any]]) -> str:
