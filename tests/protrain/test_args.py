@@ -451,6 +451,8 @@ def test_every_row_of_the_tables_is_tried_and_names_a_real_field():
         ({"use_wandb": True, "eval_table_size": 0}, None),
         ({"diffusion": {"mask_token_id": 16}}, False),
         ({"diffusion": {"generate_samples": False}}, None),
+        ({"diffusion_lm": {"from_causal_lm": True}}, False),
+        ({"diffusion_lm": {"generate_samples": False, "unroll": {"k_max": 4}}}, False),
         ({"generate_samples": False, "protrain_zero3_shard": True}, True),
     ],
     ids=str,

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -920,6 +921,39 @@ def test_a_model_for_several_ranks_is_moved_nowhere(tmp_path: Path) -> None:
     """Axolotl moves it to a GPU where it sets `ddp`, which one without weights cannot."""
     meta = meta_model_of(tmp_path, "llama", {"ddp": True})
     assert {param.device.type for param in meta.model.parameters()} == {"meta"}
+
+
+def test_weights_made_anew_take_no_memory(tmp_path: Path) -> None:
+    """A dry run would draw all of them."""
+    meta = meta_model_of(tmp_path, "llama", {"reinit_weights": True})
+    assert {param.device.type for param in meta.model.parameters()} == {"meta"}
+
+
+def test_state_of_dora_under_kernels_stays_on_the_device(tmp_path: Path) -> None:
+    """They keep norms by versions of weights, which other updates count otherwise."""
+    hosted = []
+    for kernels in (False, True):
+        folder = tmp_path / str(kernels)
+        folder.mkdir()
+        keys = LORA | {"peft_use_dora": True, "lora_qkv_kernel": kernels}
+        meta = meta_model_of(folder, "llama", keys | UNFUSED | keys)
+        chunks = traced_job(meta.cfg, meta.model, "cuda").layout.chunks
+        hosted.append(any(chunk.trainable for chunk in chunks))
+    assert hosted == [True, False]
+
+
+def test_a_dry_run_starts_no_run_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server would count one for each plan that is asked for."""
+    begun: list[dict[str, Any]] = []
+    swanlab: Any = ModuleType("swanlab")
+    swanlab.__version__, swanlab.init = "0.6.0", lambda **how: begun.append(how)
+    monkeypatch.setitem(sys.modules, "swanlab", swanlab)
+    plugin = "axolotl.integrations.swanlab.SwanLabPlugin"
+    keys = {"plugins": [plugin], "use_swanlab": True, "swanlab_project": "one"}
+    meta_model_of(tmp_path, "llama", keys | {"swanlab_mode": "local"})
+    assert not begun
 
 
 @pytest.mark.parametrize("loss", ["use_eaft", "use_dft"])

@@ -110,6 +110,9 @@ def traced_job(
     # scaler (fp16) would have all gradients copied back for each step
     waits = adapters_wait and optimizer.separable and world.size == 1
     waits = waits and not (cfg.relora or cfg.tiled_mlp or cfg.fp16)
+    # Axolotl's kernels keep DoRA's norms until a weight's version changes, which it does
+    # with each update here, and under torch's fused optimizers and bitsandbytes' never
+    waits = waits and not (cfg.peft_use_dora and any(cfg[key] for key in LORA_KERNELS))
     waits = waits and args.protrain_cpu_optimizer is None
     layout, notes = core.laid_out(real, traced, waits, masters)
     assumptions += notes
@@ -569,7 +572,7 @@ def without_gpu(cfg: Any, asks_fp16: bool) -> list[str]:
     return notes
 
 
-_INITIALISED = ("pissa", "olora", "loftq", "corda", "eva", "lora_ga")
+_INITIALISED = ("pissa", "olora", "loftq", "corda", "eva", "lora_ga", "mica")
 """Beginnings of adapters that are computed from the base's weights."""
 
 
@@ -577,15 +580,18 @@ def started_on_host(cfg: Any) -> list[str]:
     """A line for each key whose weights the plain run draws or computes on the GPU as it
     loads, and this one on the host, where they come out otherwise."""
     how = str(cfg.peft_init_lora_weights or "")
+    names = "peft_use_dora reward_model process_reward_model tokens "
+    names += (
+        "resize_token_embeddings_to_32x fix_untrained_tokens diffusion diffusion_lm"
+    )
     keys = {
         f"peft_init_lora_weights: {how}": how.lower().startswith(_INITIALISED),
-        "reward_model": cfg.reward_model,
-        "process_reward_model": cfg.process_reward_model,
-        "tokens": cfg.tokens,
+        "peft.loftq_config": cfg.peft and cfg.peft.loftq_config,
+        **{name: cfg[name] for name in names.split()},
     }
     return [
-        f"{key}: the weights that this makes anew are made on the host, and on the GPU "
-        "without ProTrain, so training begins with other ones than a plain run."
+        f"{key}: weights that this makes anew, if any, are made on the host, and on the "
+        "GPU without ProTrain, so training begins with other ones than a plain run."
         for key, makes in keys.items()
         if makes
     ]

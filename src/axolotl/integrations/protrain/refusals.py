@@ -246,9 +246,13 @@ def unlike_on_ranks(settings: Mapping[str, Any]) -> str | None:
     for key in ("generate_samples", "do_causal_lm_eval"):
         if settings.get(key):
             return key
-    diffusion = settings.get("diffusion")
-    if diffusion and _entry(diffusion, "generate_samples", True):
-        return "diffusion.generate_samples"
+    for key in ("diffusion", "diffusion_lm"):
+        own = settings.get(key)
+        if own and _entry(own, "generate_samples", True):
+            return f"{key}.generate_samples"
+    if _entry(settings.get("diffusion_lm"), "unroll"):
+        # each rank draws how often it runs the model
+        return "diffusion_lm.unroll"
     logs = any(settings.get(f"use_{name}") for name in ("wandb", "mlflow", "comet"))
     return "eval_table_size" if logs and settings.get("eval_table_size") else None
 

@@ -128,6 +128,7 @@ class TrainingRun:
         self.ranks: Ranks = Alone()
         self.alarm: Alarm | None = None
         self._cfg = cfg
+        self.saves_when_asked = bool(cfg.dynamic_checkpoint or cfg.save_first_step)
         self._share = share
         self._notes = notes
         self._taken_over = taken_over

@@ -103,7 +103,8 @@ class ProTrainTrainerMixin(_Mixed):
         modes = [(module, module.training) for module in model.modules()]
         # as each step does: what looked at a reference before may have left it in eval
         model.train()
-        saves = self.args.save_strategy != "no" and not self.args.save_only_model
+        saves = self.args.save_strategy != "no" or self.protrain.saves_when_asked
+        saves = saves and not self.args.save_only_model
         objective = objective_of(cast(Any, self), loader.dataset, loader.collate_fn)
         self.protrain.open(model, self.args.device, saves, objective)
         # callbacks find them as under the plain run, until the first step begins

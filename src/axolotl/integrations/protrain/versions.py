@@ -117,6 +117,8 @@ DRY_RUN_NAMES = {
     "transformers.models.auto.auto_factory": "_get_model_class",
 }
 DRY_RUN_PARAMETERS = {
+    "axolotl.loaders.model:ModelLoader._load_model_from_config": "self "
+    "model_loader_class",
     "axolotl.loaders.model:ModelLoader._load_model_from_pretrained": "self "
     "model_loader_class",
 }

@@ -103,6 +103,8 @@ _HOOKS = (
     "post_model_load"
 ).split()
 """Methods of plugins that are called while a model is built."""
+_ACT_OUTSIDE = ("axolotl.integrations.swanlab", "axolotl.integrations.nemo_gym")
+"""Plugins whose hooks start a run at a service, or servers, and change no model."""
 _FILLERS = ("_move_missing_keys_from_meta_to_device", "_initialize_missing_keys")
 """Methods of transformers for weights that a checkpoint lacks, as here all are."""
 
@@ -256,8 +258,9 @@ def register_plugins(cfg: DictDefault) -> None:
     def named(name: str) -> None:
         register(name)
         plugin: Any = manager.plugins.get(name.replace(":", "."))
+        acts = type(plugin).__module__.startswith(_ACT_OUTSIDE)
         for hook in _HOOKS if plugin is not None else ():
-            own = getattr(plugin, hook)
+            own = _nothing if acts else getattr(plugin, hook)
             setattr(plugin, hook, partial(_called, f"{name}.{hook}", own))
 
     with patch.object(manager, "register", named):
@@ -591,6 +594,10 @@ class _Loader(ModelLoader):
         make_experts_traceable(
             self.model, self._assumptions, self.cfg.experts_implementation
         )
+
+    def _load_model_from_config(self, model_loader_class: Any = None) -> Any:
+        with _META:
+            return super()._load_model_from_config(model_loader_class)
 
     def _load_model_from_pretrained(self, model_loader_class: Any = None) -> Any:
         loader, config = model_loader_class or self.auto_model_loader, self.model_config

@@ -135,10 +135,7 @@ class DueUpdates:
         deferred update]."""
         own = self._updates.of_chunk.get(chunk)
         if own is not None and own.recorded is not None and self._updates.defers:
-            changed = [own.host.chunk.tensors[index] for index in own.changes()]
             self._apply_on_device(own)
-            if self.slots.slot_of(chunk) is None:
-                self._store.updated(changed)
 
     def _apply_on_device(self, own: ChunkUpdate) -> None:
         """Apply a recorded step to weights in a slot in use, or on the device for good."""
@@ -146,9 +143,12 @@ class DueUpdates:
         slot = self.slots.slot_of(chunk.index)
         buffer = self._store.buffer_of(chunk) if slot is None else slot.buffer
         weights = buffer[own.host.weights.within_chunk]
+        changed = [chunk.tensors[index] for index in own.changes()]
         try:
             with range_of("protrain::update"):
                 self._updates.apply(own, weights, slot)
+            if slot is None:
+                self._store.updated(changed)
         except BaseException:
             # compute has changed some of the weights; raised again as it is
             if own.written_back is not None:
