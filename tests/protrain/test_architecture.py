@@ -22,6 +22,7 @@ import step_trace  # noqa: E402 - a benchmark is no package
 LIBRARIES = {
     "torch",
     "functorch",
+    "numpy",
     "psutil",
     "pydantic",
     "safetensors",

@@ -16,10 +16,11 @@ from core_models import (
     batches,
     open_session,
     stack,
+    twin,
 )
 from simulated import DeferredDevice
 from torch import Tensor
-from torch.nn.functional import gelu
+from torch.nn.functional import gelu, normalize
 
 from axolotl.integrations.protrain.core.errors import AccessError
 from axolotl.integrations.protrain.core.types import Update
@@ -130,9 +131,32 @@ def limits_rows(model: Any, _losses: Losses) -> None:
     model.embed.max_norm = 1.0
 
 
+def replaces(model: Any, _losses: Losses) -> None:
+    """As a model does that normalises its weights, through another address."""
+
+    def replace(module: Any, _args: Any) -> None:
+        module.weight.data = normalize(module.weight.data, dim=-1)
+
+    model.layers[1].up.register_forward_pre_hook(replace)
+
+
+def writes_later(model: Any, _losses: Losses) -> None:
+    """As `max_norm` does: nothing, until a row is too long."""
+    calls = count()
+
+    @torch.no_grad()
+    def write(module: Any, _args: Any) -> None:
+        module.weight.mul_(0.5 if next(calls) > 3 else 1)
+
+    model.layers[1].up.register_forward_pre_hook(write)
+
+
 INSIDE = {
-    hook: writes("layers.1.up", f"register_{hook}")
-    for hook in ("forward_pre_hook", "full_backward_hook")
+    **{
+        hook: writes("layers.1.up", f"register_{hook}")
+        for hook in ("forward_pre_hook", "full_backward_hook")
+    },
+    "later": writes_later,
 }
 OUTSIDE = {"head": writes("head", "register_forward_pre_hook"), "rows": limits_rows}
 
@@ -146,6 +170,60 @@ def test_a_write_in_a_pass_to_a_weight_of_a_block(act: str, plan: str) -> None:
         return
     with pytest.raises(AccessError, match=r"layers\.1\.up\.weight: .* in a pass"):
         numbers(INSIDE[act], PLANS[plan])
+
+
+@pytest.mark.parametrize("plan", [name for name in PLANS if name != "all stay"])
+def test_a_weight_that_is_replaced_in_a_pass_is_refused(plan: str) -> None:
+    """Its updates would go to a slot that it has left."""
+    with pytest.raises(AccessError, match=r"layers\.1\.up\.weight: .* in a pass"):
+        numbers(replaces, PLANS[plan])
+
+
+def test_a_forward_without_the_models_own_sees_a_write_too() -> None:
+    model = stack()
+    session = open_session(model, n_buffer=2)
+    with torch.no_grad():
+        model.layers[1].up.weight.mul_(0.5)
+    with pytest.raises(AccessError, match=r"^layers\.1\.up\.weight: somebody changed"):
+        model.forward(batches(1)[0])
+    session.close()
+
+
+class Doubled(torch.autograd.Function):
+    """Takes a sequence number whether or not anything needs a gradient."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+def test_a_function_in_a_frozen_block_is_no_graph() -> None:
+    model = stack()
+    for name, param in model.named_parameters():
+        param.requires_grad_("head" in name)
+    for layer in model.layers:
+        layer.register_forward_hook(lambda *given: Doubled.apply(given[2]))
+    plain, session = twin(model), open_session(model, n_buffer=2)
+    losses = []
+    for own in model, plain:
+        loss = own(batches(1)[0])
+        loss.backward()
+        losses.append(loss.item())
+    session.close()
+    assert losses[0] == losses[1]
+
+
+def test_backward_begins_at_an_edge() -> None:
+    model = stack()
+    session = open_session(model, n_buffer=2)
+    loss = model(batches(1)[0])
+    torch.autograd.backward(torch.autograd.graph.get_gradient_edge(loss))
+    assert model.head.weight.grad is not None
+    session.close()
 
 
 def test_a_write_that_changes_nothing_is_none() -> None:

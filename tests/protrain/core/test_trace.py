@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from itertools import pairwise
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -492,6 +494,49 @@ def test_weights_that_a_loss_reads_are_named(trained: bool) -> None:
     found = run_trace(copied, lambda: copied(tokens) + weight.pow(2).sum(), False)
     assert found.read_outside == {"layers.2.up.weight"}
     assert not run_trace(copied, lambda: copied(tokens), False).read_outside
+
+
+class Leaving(nn.Module):
+    """Leaves a part of its loss behind, as experts do, or has its output written."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            if self.how == "in place":
+                x.mul_(1.1)
+        aux = sum(layer.aux for layer in self.layers) if self.how == "aux" else 0
+        return x.sum() + aux
+
+
+@pytest.mark.parametrize("how", ["aux", "in place"])
+def test_what_a_skipped_block_cannot_give_is_run(how: str) -> None:
+    """And random numbers of others are those that training draws."""
+    copied = meta_copy(Leaving(how))
+
+    def leave(layer: Any, _args: Any, output: Tensor) -> None:
+        layer.aux = output.mean() * random.random() + float(np.random.rand())
+
+    plain = [layer.forward for layer in copied.layers]
+    for layer, forward in zip(copied.layers, plain, strict=True):
+
+        def forward_and_leave(
+            x: Tensor, own: Any = layer, run: Any = forward
+        ) -> Tensor:
+            output = run(x)
+            leave(own, x, output)
+            return output
+
+        layer.forward = forward_and_leave
+    states = random.getstate(), np.random.get_state()[1].tolist()
+    blocks = [(f"layers.{n}", layer) for n, layer in enumerate(copied.layers)]
+    found = trace_step(copied, blocks, lambda: copied(torch.ones(4, 8, device="meta")))
+    assert len({s.block for s in found.trace.segments}) == 5
+    assert states == (random.getstate(), np.random.get_state()[1].tolist())
 
 
 class HandsOnWeight(nn.Module):

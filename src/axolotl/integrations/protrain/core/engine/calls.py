@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from ..errors import AccessError
 
@@ -128,9 +129,12 @@ class LossGraph:
         if made > entered and self.paged:
             self.passes.append((entered, made))
 
-    def require_known(self, roots: Sequence[Tensor]) -> None:
+    def require_known(self, roots: Sequence[Tensor | GradientEdge]) -> None:
         """Raise AccessError if some node apart from passes reads a paged weight."""
-        nodes = [root.grad_fn for root in roots] if self.paged else []
+        nodes: list[Any] = [
+            root.node if isinstance(root, GradientEdge) else root.grad_fn
+            for root in (roots if self.paged else ())
+        ]
         seen = set(nodes)
         while nodes:
             node: Any = nodes.pop()
@@ -151,8 +155,10 @@ class LossGraph:
 
 
 def _looked_at(tensors: Any, *args: Any, **kwargs: Any) -> None:
-    roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
-    for graph in LossGraph._all:
+    is_one = isinstance(tensors, (Tensor, GradientEdge))
+    roots = (tensors,) if is_one else tuple(tensors)
+    # a reentrant checkpoint goes backward in a graph that a pass has made
+    for graph in () if inside_backward() else LossGraph._all:
         graph.require_known(roots)
     vars(_looked_at)["plain"](roots, *args, **kwargs)
 

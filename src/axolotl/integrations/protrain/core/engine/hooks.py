@@ -66,7 +66,7 @@ class AroundBlock(AroundCall):
                 step.loss_graph.pass_made(entered)
             output, newest = self._await_backward(output, entered)
             if newest < 0:
-                self._require_no_graph(entered)
+                self._require_no_graph(entered, (args, kwargs))
         return output
 
     def _await_backward(self, output: Any, entered: int) -> tuple[Any, int]:
@@ -96,10 +96,14 @@ class AroundBlock(AroundCall):
                     newest = max(newest, node._sequence_nr())
         return newest
 
-    def _require_no_graph(self, entered: int) -> None:
+    def _require_no_graph(self, entered: int, given: Any) -> None:
         made = torch.autograd._get_sequence_nr() > entered
         # a recomputation says by itself that backward has come
-        if made and not self._recomputes and self._step.slots.is_paged(self._index):
+        if not made or self._recomputes or not self._step.slots.is_paged(self._index):
+            return
+        # a function of one's own takes a number even where nothing needs a gradient
+        read = (*tensors_in(given), *self._module.parameters())
+        if any(tensor.requires_grad for tensor in read):
             raise AccessError(
                 f"block {self._index} is paged, and nothing that it returns comes from "
                 "its own computation with gradients. Return tensors, in tuples, lists, "

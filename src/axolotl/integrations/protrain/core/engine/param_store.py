@@ -255,18 +255,17 @@ class ParamStore:
             if spec.name not in known:
                 continue
             param, address, version = known[spec.name]
-            if (
-                param._version == version
-                or param.data_ptr() != address
-                or spec.name in self._harmless
-            ):
+            is_same = param.data_ptr() == address
+            if is_same and param._version == version:
                 continue
             # a parametrization that comes and goes leaves another version, too
-            self._device.synchronize()
-            home = self._pool.tensor(chunk.index, spec)
-            if torch.equal(_as_bytes(param.detach().cpu()), _as_bytes(home)):
-                self._harmless.add(spec.name)
-            else:
+            if is_same and spec.name not in self._harmless:
+                self._device.synchronize()
+                home = self._pool.tensor(chunk.index, spec)
+                is_same = torch.equal(_as_bytes(param.detach().cpu()), _as_bytes(home))
+                if is_same and ".parametrizations." in spec.name:
+                    self._harmless.add(spec.name)
+            if not is_same:
                 raise AccessError(
                     f"{spec.name}: a hook or the model itself (max_norm of an embedding, "
                     "a constraint) changed this weight in a pass, where training loses "

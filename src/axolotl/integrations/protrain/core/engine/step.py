@@ -443,6 +443,11 @@ class Step:
                 "its weights when its slot has changed already. Leave that context, or "
                 "use protrain_force_all_persistent: true."
             )
+        alone = not self.inside_forward and self.slots.block is None
+        if alone and direction is not Direction.BACKWARD:
+            # called without the modules above it, whose forward looks first
+            self._hide_params()
+            self.store.verify()
         if self._order is not None:
             direction = self._skip_to(block, direction)
         self._use(block, direction)

@@ -27,7 +27,7 @@ from ..layout.tensors import map_tensors, tensors_in
 from ..types import BlockSeconds
 from .cache import JSON, cached
 from .hardware import timed, typical
-from .meta import empty_like, meta_copy, without_global_hooks
+from .meta import empty_like, keeping_generators, meta_copy, without_global_hooks
 from .repeats import plain_attributes
 
 REPEATS = 3
@@ -114,7 +114,7 @@ def _apart(device: torch.device) -> Iterator[None]:
     hook is called."""
     random_devices = [device] if device.type == "cuda" else []
     forked = torch.random.fork_rng(random_devices, device_type="cuda")
-    with forked, without_global_hooks(), torch.enable_grad():
+    with forked, keeping_generators(), without_global_hooks(), torch.enable_grad():
         yield
 
 

@@ -29,7 +29,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -41,13 +41,19 @@ from torch import Tensor, nn
 from torch.autograd import graph
 
 from ..engine.embedding import LookUp
-from ..errors import TraceError
+from ..errors import FOREIGN_ERRORS, TraceError
 from ..layout import CACHES
 from ..layout.tensors import hold_quantised, map_tensors, tensors_in
 from ..types import SMALLEST_SWAP_BYTES, Lifetime, Save, Segment, Trace, Work
 from .block_times import BlockSample
 from .emulation import autocast_on_meta
-from .meta import MetaMode, empty_like, value_of, without_global_hooks
+from .meta import (
+    MetaMode,
+    empty_like,
+    keeping_generators,
+    value_of,
+    without_global_hooks,
+)
 from .operators import may_multiply, qualified_name, work_of, workspace_bytes
 from .repeats import skipping_repeats
 
@@ -90,13 +96,9 @@ def trace_step(
     Raises:
         TraceError: It does what the meta device cannot.
     """
-    recorder = _Recorder(model, blocks, skips)
     try:
-        with torch.random.fork_rng(devices=[]):
-            recorder.record(loss_of)
-            if recorder.must_run_all:
-                recorder = _Recorder(model, blocks, skips=False)
-                recorder.record(loss_of)
+        with torch.random.fork_rng(devices=[]), keeping_generators():
+            recorder = _recorded(model, blocks, loss_of, skips)
     except (NotImplementedError, RuntimeError) as error:
         # what torch raises for an operator that has no shape rule, or a wrong shape
         raise TraceError(
@@ -104,6 +106,24 @@ def trace_step(
             f"{error}. Train it without ProTrain (protrain_auto_memory: false)."
         ) from error
     return recorder.result()
+
+
+def _recorded(
+    model: nn.Module,
+    blocks: Sequence[tuple[str, nn.Module]],
+    loss_of: Callable[[], Tensor],
+    skips: bool,
+) -> _Recorder:
+    if skips:
+        recorder = _Recorder(model, blocks)
+        # the model may want what a skipped block does not give, whatever it says then
+        with suppress(*FOREIGN_ERRORS):
+            recorder.record(loss_of)
+            if not recorder.must_run_all:
+                return recorder
+    recorder = _Recorder(model, blocks, skips=False)
+    recorder.record(loss_of)
+    return recorder
 
 
 @dataclass
