@@ -223,9 +223,9 @@ def launched(keys: dict[str, Any], folder: Path) -> subprocess.CompletedProcess[
 def test_a_base_for_several_ranks_is_loaded_to_the_host(
     demo: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Axolotl moves it to the card where it sets `ddp`; on a CPU nobody sees that."""
-    plugins = [*demo["plugins"], "scaling_plugin.OnTheHost"]
-    keys = {"ddp": True, "max_steps": 1, "plugins": plugins}
+    """A YAML may ask Axolotl to move it to the card; on a CPU nobody sees that."""
+    keys = {"max_steps": 1, "plugins": [*demo["plugins"], "scaling_plugin.OnTheHost"]}
+    keys |= {"ddp": True, "experimental_skip_move_to_device": False}
     ran = launched(demo | LORA | MODES["paged"] | keys, tmp_path)
     assert not ran.returncode, ran.stderr[-3000:]
 

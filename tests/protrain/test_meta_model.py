@@ -918,8 +918,9 @@ def test_a_revision_is_asked_for_throughout(
 
 
 def test_a_model_for_several_ranks_is_moved_nowhere(tmp_path: Path) -> None:
-    """Axolotl moves it to a GPU where it sets `ddp`, which one without weights cannot."""
-    meta = meta_model_of(tmp_path, "llama", {"ddp": True})
+    """A YAML may ask Axolotl to move it to a GPU, as one without weights cannot be."""
+    keys = {"ddp": True, "experimental_skip_move_to_device": False}
+    meta = meta_model_of(tmp_path, "llama", keys)
     assert {param.device.type for param in meta.model.parameters()} == {"meta"}
 
 

@@ -151,7 +151,7 @@ class ProTrainPlugin(BasePlugin):
         self._pages = True
         cfg.update(dict.fromkeys(TAKEN_OVER), gradient_checkpointing=False)
         cfg.device_map = "cpu"
-        # with `ddp`, as on several ranks, Axolotl would move all of it to the GPU
+        # a YAML that says false has Axolotl move all of it to the GPU on several ranks
         cfg.experimental_skip_move_to_device = True
         # Axolotl asks each item for `model_dump`: every key of its own mapping is
         # there, as None, so it calls that. Plain mappings it reads as it means to.
