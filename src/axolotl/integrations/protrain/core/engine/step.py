@@ -261,6 +261,7 @@ class DueUpdates:
         try:
             end()
         except BaseException as error:
+            # for the updates that are queued behind it; raised again as it is
             self._failed = error
             raise
         return self._ranks.updated()
