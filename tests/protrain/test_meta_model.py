@@ -930,6 +930,12 @@ def test_weights_made_anew_take_no_memory(tmp_path: Path) -> None:
     assert {param.device.type for param in meta.model.parameters()} == {"meta"}
 
 
+def report_hosted(folder: Path, keys: dict[str, Any]) -> bool:
+    meta = meta_model_of(folder, "llama", keys)
+    chunks = traced_job(meta.cfg, meta.model, "cuda").layout.chunks
+    return any(chunk.trainable for chunk in chunks)
+
+
 def test_state_of_dora_under_kernels_stays_on_the_device(tmp_path: Path) -> None:
     """They keep norms by versions of weights, which other updates count otherwise."""
     hosted = []
@@ -937,9 +943,8 @@ def test_state_of_dora_under_kernels_stays_on_the_device(tmp_path: Path) -> None
         folder = tmp_path / str(kernels)
         folder.mkdir()
         keys = LORA | {"peft_use_dora": True, "lora_qkv_kernel": kernels}
-        meta = meta_model_of(folder, "llama", keys | UNFUSED | keys)
-        chunks = traced_job(meta.cfg, meta.model, "cuda").layout.chunks
-        hosted.append(any(chunk.trainable for chunk in chunks))
+        # elsewhere: Axolotl patches the class of the attention for good
+        hosted.append(call(report_hosted, folder, LORA | UNFUSED | keys))
     assert hosted == [True, False]
 
 
