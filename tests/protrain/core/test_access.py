@@ -414,7 +414,7 @@ def test_a_write_that_would_be_lost_is_an_error(act: str) -> None:
 
 @pytest.mark.parametrize("update", Update)
 def test_a_weight_that_is_read_before_its_update_is_an_error(update: Update) -> None:
-    """Between a step and the next forward a weight on the device is one step old."""
+    """Between a step and the next forward a weight of a block is one step old."""
     model = stack()
     stays = {"resident": ALL, "inside": HOST_STATE, "outside": HOST_STATE}
     session = open_session(model, **stays, update=update)
@@ -437,6 +437,27 @@ def test_weights_change_in_value_only() -> None:
         session.full_params(),
     ):
         model.double()
+    session.close()
+
+
+def test_weights_are_shown_after_an_interrupt() -> None:
+    """No hook says that the forward has ended, so a block in `full_params` is alone."""
+    model = stack()
+    session, (tokens,) = open_session(model, n_buffer=1), batches(1)
+    before = [param.sum().item() for param in twin(model).parameters()]
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.norm.register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        model(tokens)
+    handle.remove()
+    with session.full_params(), torch.no_grad():
+        model.layers[0](model.embed(tokens))
+        assert [param.sum().item() for param in model.parameters()] == before
+    # and the next steps are whole
+    model(tokens).backward()
     session.close()
 
 

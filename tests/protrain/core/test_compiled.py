@@ -15,6 +15,7 @@ from core_models import (
     batches,
     checked,
     make_plan,
+    open_session,
     train,
 )
 from torch import Tensor, nn
@@ -101,6 +102,31 @@ def test_a_copy_computes_with_its_own_weights() -> None:
                 param.zero_()
             assert copied.eval()(tokens).item() == pytest.approx(4.1589, abs=1e-4)
             assert model.eval()(tokens).item() != pytest.approx(4.1589, abs=1e-4)
+
+
+@pytest.mark.parametrize("recompute", ((), ALL))
+def test_a_whole_model_that_somebody_compiles_pages(recompute: Any) -> None:
+    """Dynamo would read blocks without the calls around them."""
+    model, losses = Model().eval(), []
+    plain = copy.deepcopy(model)
+    with closing(open_session(model, n_buffer=1, recompute=recompute)) as session:
+        pairs = (model, session.wrap_optimizer(adamw(model))), (plain, adamw(plain))
+        for each, optimizer in pairs:
+            whole = torch.compile(each, **AOT)
+            parts = torch.compile(
+                lambda x, each=each: each.layers[1](each.layers[0](x)), **AOT
+            )
+            for tokens in batches(3, length=LENGTH):
+                # one by one: a graph of both would sum gradients in another order
+                for loss in whole(tokens), parts(each.embed(tokens)).mean():
+                    loss.backward()
+                    losses.append(loss.item())
+                with torch.no_grad():
+                    losses.append(whole(tokens).item())
+                optimizer.step()
+                optimizer.zero_grad()
+            torch._dynamo.reset()
+    assert losses[:9] == losses[9:]
 
 
 def test_a_closed_session_leaves_no_compiled_forward() -> None:

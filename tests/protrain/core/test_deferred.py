@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from core_models import (
+    ALL,
     HOST_STATE,
     adamw,
     assert_same,
@@ -433,12 +434,34 @@ def test_a_staging_buffer_that_is_too_small_goes_after_its_copy() -> None:
 def test_a_weight_that_is_used_without_its_model_is_named(update: Update) -> None:
     """Its gradient would take the place of one that waits for its update."""
     model = stack()
-    session = open_session(model, n_buffer=2, outside=HOST_STATE, update=update)
+    plan = {"resident": ALL, "inside": HOST_STATE, "update": update}
+    session = open_session(model, **plan)
     optimizer = session.wrap_optimizer(adamw(model))
     train(model, optimizer, [batches(1)], session)
-    with pytest.raises(AccessError, match="head.weight: this weight has a gradient"):
-        model.head.weight.square().sum().backward()
+    with pytest.raises(AccessError, match=r"layers\.2\..*: this weight has a gradient"):
+        model.layers[2].up.weight.square().sum().backward()
     session.close()
+
+
+@pytest.mark.parametrize("update", Update)
+def test_a_weight_outside_of_blocks_is_current_after_the_step(update: Update) -> None:
+    """Methods other than a forward may read it: no hook of ours comes before them."""
+    model = stack()
+    plain = twin(model)
+    session = open_session(model, n_buffer=2, outside=HOST_STATE, update=update)
+    seen = []
+    for net, optimizer in (
+        (model, session.wrap_optimizer(adamw(model))),
+        (plain, adamw(plain)),
+    ):
+        for tokens in batches(3):
+            loss = net(tokens) + net.embed.weight[:2].sum() * 2
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append((loss.item(), net.head.weight.detach().clone().tolist()))
+    session.close()
+    assert seen[:3] == seen[3:]
 
 
 def test_state_that_is_read_has_come_home() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from operator import itemgetter
+from threading import get_ident
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -52,14 +55,18 @@ class AroundCall:
 
     It stands where `nn.Module.compile` puts what a call runs: outside of all hooks,
     global and later ones too, and a copy of the module does not take it along. The last
-    one made is the outermost, and is removed first.
+    one made is the outermost, and is removed first. Code that somebody compiles calls
+    it as it is.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._inner: Callable[..., Any] | None = module._compiled_call_impl
+        # without one, Dynamo puts the module's `forward` in the place of its call
+        self._hook = module.register_forward_pre_hook(Hook(nothing))
         self._set(self)
 
+    @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.around(self._inner or self._module._call_impl, args, kwargs)
 
@@ -81,7 +88,9 @@ class AroundCall:
 
     def remove(self) -> None:
         """Undo the binding."""
-        if self._module._compiled_call_impl is self:
+        self._hook.remove()
+        outermost: Any = self._module._compiled_call_impl
+        if outermost is self:
             self._set(self._inner)
 
     def _set(self, call: Callable[..., Any] | None) -> None:
@@ -92,26 +101,39 @@ class AroundCall:
             del self._module._compiled_call_impl
 
 
+Reached = Callable[[Any], None]
+"""Hook of a node, of which it gets the gradients."""
+_MOST_CALLS = 1 << 16
+
+
 class LossGraph:
-    """Refuses, at each `torch.autograd.backward`, a loss that reads paged weights outside of
-    the passes through the model, as a penalty does; until `remove`.
+    """Looks at the graph of each loss that `torch.autograd.backward` is given, until `remove`.
+
+    It refuses one that reads paged weights outside of the passes through the model, as a
+    penalty does. Where one comes into a paged block in its middle, because what the block
+    returns is not in it, backward says so there.
 
     Attributes:
         paged: Names of trained weights whose values are elsewhere between two passes.
-        passes: Sequence numbers between which nodes lie that a pass since the last step has
-            made.
     """
 
     _all: ClassVar[list[LossGraph]] = []
 
     def __init__(self) -> None:
         self.paged: dict[Tensor, str] = {}
-        self.passes: list[tuple[int, int]] = []
+        # sequence numbers between which nodes lie that a pass since the last step has made
+        self._passes: list[tuple[int, int]] = []
+        # the same of calls of blocks, in order
+        self._calls: list[tuple[int, int, Reached | None]] = []
+        # each thread has numbers of its own
+        self._threads = set[int]()
 
     def watch(self) -> LossGraph:
         """Look at each backward from here on."""
-        if not self._all:
-            vars(_looked_at)["plain"] = torch.autograd.backward
+        now = torch.autograd.backward
+        # not again inside of a wrapper that somebody has kept around it
+        if not self._all and now is vars(_looked_at).get("plain", now):
+            vars(_looked_at)["plain"] = now
             torch.autograd.backward = _looked_at
         self._all.append(self)
         return self
@@ -121,23 +143,44 @@ class LossGraph:
         self._all.remove(self)
         # somebody may have wrapped it since, and calls it still
         if not self._all and torch.autograd.backward is _looked_at:
-            torch.autograd.backward = vars(_looked_at)["plain"]
+            torch.autograd.backward = vars(_looked_at).pop("plain")
 
     def pass_made(self, entered: int) -> None:
         """Know the nodes of a pass, which began at this sequence number."""
         made = torch.autograd._get_sequence_nr()
-        if made > entered and self.paged:
-            self.passes.append((entered, made))
+        if made > entered and (self.paged or self._calls):
+            self._passes.append((entered, made))
 
-    def require_known(self, roots: Sequence[Tensor | GradientEdge]) -> None:
-        """Raise AccessError if some node apart from passes reads a paged weight."""
+    def block_called(self, entered: int, reached: Reached | None) -> None:
+        """Know the nodes of a block's call; `reached` is told when backward comes to them."""
+        made = torch.autograd._get_sequence_nr()
+        if made > entered:
+            # a loop may go forward for ever without a step
+            del self._calls[:-_MOST_CALLS]
+            self._calls.append((entered, made, reached))
+            self._threads.add(get_ident())
+
+    def drop_passes(self) -> None:
+        """Let go of passes: a step of the optimizer ends the use of their graphs."""
+        self._passes.clear()
+        self._calls.clear()
+        self._threads.clear()
+
+    def look_at(self, roots: Sequence[Tensor | GradientEdge]) -> None:
+        """Hook where a loss comes into blocks.
+
+        Raises:
+            AccessError: Some node apart from passes reads a paged weight.
+        """
         nodes: list[Any] = [
             root.node if isinstance(root, GradientEdge) else root.grad_fn
-            for root in (roots if self.paged else ())
+            for root in (roots if self.paged or self._calls else ())
         ]
-        seen = set(nodes)
+        seen = {None, *nodes}
         while nodes:
             node: Any = nodes.pop()
+            if node is None:
+                continue
             name = self.paged.get(getattr(node, "variable", None))  # type: ignore[arg-type]
             if name is not None:
                 raise AccessError(
@@ -146,12 +189,25 @@ class LossGraph:
                     "Compute it in the forward, let `page` know it by `loss=`, or use "
                     "protrain_force_all_persistent: true."
                 )
-            number = -1 if node is None else node._sequence_nr()
-            if node is None or any(a <= number < b for a, b in self.passes):
+            number = node._sequence_nr()
+            call = self._call_of(number)
+            if call is not None:
+                if (reached := call[2]) is not None:
+                    node.register_prehook(reached)
                 continue
             new = {following for following, _ in node.next_functions} - seen
+            if any(first <= number < end for first, end in self._passes):
+                # a pass reads weights where they are
+                new = {own for own in new if not hasattr(own, "variable")}
             seen |= new
             nodes += new
+
+    def _call_of(self, number: int) -> tuple[int, int, Reached | None] | None:
+        """The call that made the node of this number, if a block did."""
+        at = bisect_right(self._calls, number, key=itemgetter(0)) - 1
+        if at < 0 or number >= self._calls[at][1] or len(self._threads) > 1:
+            return None
+        return self._calls[at]
 
 
 def _looked_at(tensors: Any, *args: Any, **kwargs: Any) -> None:
@@ -159,7 +215,7 @@ def _looked_at(tensors: Any, *args: Any, **kwargs: Any) -> None:
     roots = (tensors,) if is_one else tuple(tensors)
     # a reentrant checkpoint goes backward in a graph that a pass has made
     for graph in () if inside_backward() else LossGraph._all:
-        graph.require_known(roots)
+        graph.look_at(roots)
     vars(_looked_at)["plain"](roots, *args, **kwargs)
 
 

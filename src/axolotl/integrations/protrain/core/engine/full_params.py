@@ -49,6 +49,7 @@ class FullParams:
     @contextmanager
     def inside(self) -> Iterator[None]:
         """Show weights and gradients; see `Session.full_params`."""
+        self._step.end_forward()
         self.num_inside += 1
         try:
             self._show()

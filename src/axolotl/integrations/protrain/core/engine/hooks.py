@@ -62,6 +62,10 @@ class AroundBlock(AroundCall):
         finally:
             step.after_block(index, direction)
         if trains:
+            reads = step.slots.is_paged(index) and not self._recomputes
+            step.loss_graph.block_called(
+                entered, self._backward_reaches if reads else None
+            )
             if not step.inside_forward:
                 step.loss_graph.pass_made(entered)
             output, newest = self._await_backward(output, entered)

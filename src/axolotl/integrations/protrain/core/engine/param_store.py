@@ -51,6 +51,10 @@ from .host_pool import HostPool, copy_together, host_buffer, return_freed_memory
 from .ranks import Ranks
 
 _COPIERS, _ROOM_BYTES = 4, 64 << 20
+_INSTEAD = (
+    "Change weights in an event of a callback, inside `with "
+    "trainer.protrain.full_params():`, or use protrain_force_all_persistent: true."
+)
 
 
 class ParamStore:
@@ -269,18 +273,26 @@ class ParamStore:
                 raise AccessError(
                     f"{spec.name}: a hook or the model itself (max_norm of an embedding, "
                     "a constraint) changed this weight in a pass, where training loses "
-                    "it. Change weights in an event of a callback, inside `with "
-                    "trainer.protrain.full_params():`, or use "
-                    "protrain_force_all_persistent: true."
+                    f"it. {_INSTEAD}"
                 )
 
     def remember(self, names: Iterable[str] | None = None) -> None:
-        """Remember parameters, all of them or some, as a pass or a load has left them."""
+        """Remember parameters, all of them or some, as a pass or a load has left them.
+
+        Raises:
+            AccessError: A pass has put another tensor in the place of one.
+        """
         if names is None:
             # after each pass: most are as they were
             for name, (param, address, version) in self._known.items():
-                if param._version != version or param.data_ptr() != address:
-                    self._known[name] = param, param.data_ptr(), param._version
+                if param.data_ptr() != address:
+                    raise AccessError(
+                        f"{name}: a hook or the model itself put another tensor in the "
+                        "place of this weight in a pass (`weight.data = ...`), where "
+                        f"training loses it. {_INSTEAD}"
+                    )
+                if param._version != version:
+                    self._known[name] = param, address, param._version
             return
         for name in names:
             owner = self._bindings[name].owner

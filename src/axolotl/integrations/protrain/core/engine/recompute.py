@@ -18,10 +18,8 @@ from torch.utils.checkpoint import __file__ as CHECKPOINT_FILE, checkpoint
 
 from ..layout import CACHES
 from .calls import AroundCall
+from .side_effects import SideEffects
 from .swap import Swap
-
-SMALL_BYTES = 1 << 16
-"""Size up to which a buffer is kept in each call, whether or not the block writes it."""
 
 
 class Recompute(AroundCall):
@@ -45,7 +43,7 @@ class Recompute(AroundCall):
     ) -> None:
         self._index, self._swap = index, swap
         self._on_device = torch.empty(0, device=device)
-        self._buffers = _Buffers(block)
+        self._side_effects = SideEffects(block)
         super().__init__(block)
 
     def around(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -56,8 +54,8 @@ class Recompute(AroundCall):
         # the recomputation would find what the forward wrote there, unless it only reads
         if getattr(self._module, "_can_checkpoint_with_cache", False):
             caches = []
-        given = partial(call, **{**kwargs, **dict.fromkeys(caches)})
-        run = self._buffers.around(given)
+        kwargs = {**kwargs, **dict.fromkeys(caches)}
+        run = self._side_effects.around(partial(call, **kwargs), args, kwargs)
         if self._swap is not None:
             with self._swap.saving(self._index):
                 saved = _SavedArguments(args)
@@ -84,72 +82,6 @@ def _end_checkpoint(error: BaseException) -> None:
         code = frame.f_code
         if (code.co_filename, code.co_name) == (CHECKPOINT_FILE, "checkpoint"):
             frame.clear()
-
-
-class _Buffers:
-    """Lets a recomputation find the buffers as its forward found them, and change none.
-
-    A forward may write some, as a batch norm its running statistics. Small ones are kept
-    in each call. Which large ones it writes the first call shows, in each state of
-    `training` of the block's modules.
-    """
-
-    def __init__(self, block: nn.Module) -> None:
-        self._block = block
-        self._written: dict[Any, set[tuple[int, str]]] = {}
-        # in which mode a call has found none; the first one may register some
-        self._without: dict[bool, int] = {}
-
-    def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Surround the two runs of a call, the second of which is the recomputation."""
-        trains = self._block.training
-        if self._without.get(trains, 0) > 1:
-            return run
-        modules = [*self._block.modules()]
-        found = [
-            (module._buffers, name, buffer)
-            for module in modules
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
-        if not found:
-            self._without[trains] = self._without.get(trains, 0) + 1
-            return run
-        mode = tuple(module.training for module in modules)
-        written = self._written.get(mode)
-        if written is not None:
-            found = [
-                (own, name, buffer)
-                for own, name, buffer in found
-                if buffer.nbytes <= SMALL_BYTES or (id(own), name) in written
-            ]
-        before = [buffer.clone() for *_, buffer in found]
-        is_first = True
-
-        def surrounded(*args: Any) -> Any:
-            nonlocal is_first
-            if is_first:
-                is_first = False
-                output = run(*args)
-                if written is None:
-                    self._written[mode] = {
-                        (id(own), name)
-                        for (own, name, buffer), kept in zip(found, before, strict=True)
-                        if buffer.nbytes > SMALL_BYTES
-                        # a batch norm leaves versions as they are
-                        and (own[name] is not buffer or not buffer.equal(kept))
-                    }
-                return output
-            now = [own[name] for own, name, _ in found]
-            for (own, name, _), kept in zip(found, before, strict=True):
-                own[name] = kept.clone()
-            try:
-                return run(*args)
-            finally:
-                for (own, name, _), buffer in zip(found, now, strict=True):
-                    own[name] = buffer
-
-        return surrounded
 
 
 class _SavedArguments:

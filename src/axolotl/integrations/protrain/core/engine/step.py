@@ -15,8 +15,8 @@ calls passive parts in the order in which things happen:
 
 `optimizer.step()` updates parameters whose state is on the device; for every other chunk
 the step is only recorded (recorded_step.py). A rank alone applies it when the chunk is used
-next: gradient and state come beside the weights, the optimizer's own code runs, and weights
-and state go back. A reader of the host copy has it applied first (`apply_all`). There is
+next, outside of blocks at once: gradient and state come beside the weights, the optimizer's
+own code runs, and weights and state go back. A reader of the host copy has it applied first (`apply_all`). There is
 room for one gradient a chunk, so the next step applies what is recorded first, and refuses
 a gradient that has come meanwhile.
 
@@ -54,8 +54,8 @@ is not prefetched; the prefetch is retried after the forward of the block that i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -288,9 +288,10 @@ class DueUpdates:
                 "updated it. Call the model, not functions of its weights."
             )
 
-    def refresh_stale(self) -> None:
-        """Make weights that stay on the device current after a queued update."""
-        for index in sorted(self.stale):
+    def refresh_stale(self, among: Set[int] | None = None) -> None:
+        """Make weights that stay on the device current after a queued update, of all
+        chunks or `among` some."""
+        for index in sorted(self.stale if among is None else self.stale & among):
             self._worker.wait(index)
             chunk = self._layout.chunks[index]
             self.slots.refresh(chunk, self._store.buffer_of(chunk))
@@ -413,11 +414,16 @@ class Step:
             if isinstance(handle, AroundCall):
                 handle.require_bound()
         self.updates.prefetch(0)
-        for chunk in self._outside:
-            self.due.apply_in_use(chunk.index)
+        self._update_outside()
         # or gradients would stay on the device until backward sends the next ones
         self.gradients.retire()
         self.due.refresh_stale()
+
+    def _update_outside(self) -> None:
+        """Make weights outside of blocks current."""
+        for chunk in self._outside:
+            self.due.apply_in_use(chunk.index)
+        self.due.refresh_stale({chunk.index for chunk in self._outside})
 
     def forward_ended(self, module: nn.Module) -> None:
         """A forward of a module above the blocks has ended, or failed."""
@@ -426,6 +432,11 @@ class Step:
             self.loss_graph.pass_made(self._entered)
             self.due.remember()
             self._show_params_again()
+
+    def end_forward(self) -> None:
+        """End a forward between two blocks, as an interrupt does without calling a hook."""
+        if self._outermost is not None and not self.slots.in_forward:
+            self.forward_ended(self._outermost)
 
     def before_block(self, block: int, direction: Direction) -> None:
         """Make the weights of a block readable; does nothing if they are.
@@ -652,13 +663,17 @@ class Step:
         self.slots.end_use()
         self.due.take_gradients_back()
         self.due.apply_all()
-        self.loss_graph.passes.clear()
+        self.loss_graph.drop_passes()
         with self.updates.recording():
             yield
         if self.updates.defers:
             self.updates.prefetch(0)
         else:
             self.due.queue_all()
+        # a method of the model other than its forward may read them
+        with suppress(torch.OutOfMemoryError):
+            # the next forward tries again, where another plan may help
+            self._update_outside()
         self._show_params_again()
 
     def switch_optimizer(self, method: str) -> None:

@@ -19,7 +19,8 @@ import ctypes
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, is_dataclass
+from copy import copy
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -335,13 +336,13 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         for item in value.values():
             yield from tensors_in(item)
     elif is_dataclass(value) and not isinstance(value, type):
-        yield from tensors_in(vars(value))
+        yield from tensors_in(_fields_of(value))
 
 
 def map_tensors(
     value: Any, change: Callable[[Any], Any], kind: type | tuple[type, ...] = Tensor
 ) -> Any:
-    """Return a structure with every tensor (or `kind`) replaced; no dataclasses."""
+    """Return a structure with every tensor (or `kind`) replaced."""
     if isinstance(value, kind):
         return change(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -352,4 +353,17 @@ def map_tensors(
         changed = {k: map_tensors(item, change, kind) for k, item in value.items()}
         # the output of a model is a dict of its own class
         return changed if type(value) is dict else type(value)(**changed)
+    if is_dataclass(value) and not isinstance(value, type):
+        found = _fields_of(value)
+        changed = map_tensors(found, change, kind)
+        if any(changed[name] is not item for name, item in found.items()):
+            value = copy(value)
+            for name, item in changed.items():
+                # a frozen one takes it, too
+                object.__setattr__(value, name, item)
     return value
+
+
+def _fields_of(value: Any) -> dict[str, Any]:
+    names = (field.name for field in fields(value))
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}

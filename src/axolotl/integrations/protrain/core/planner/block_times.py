@@ -22,12 +22,13 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 from xxhash import xxh3_64_hexdigest
 
 from ..engine.compiled import CompiledForward
+from ..engine.side_effects import keeping_generators
 from ..layout.packed import Packed
 from ..layout.tensors import map_tensors, tensors_in
 from ..types import BlockSeconds
 from .cache import JSON, cached
 from .hardware import timed, typical
-from .meta import empty_like, keeping_generators, meta_copy, without_global_hooks
+from .meta import empty_like, meta_copy, without_global_hooks
 from .repeats import plain_attributes
 
 REPEATS = 3

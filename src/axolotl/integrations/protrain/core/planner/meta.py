@@ -14,7 +14,6 @@ router, not the block, and what follows from one drawn value agrees with it.
 from __future__ import annotations
 
 import copy
-import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -24,7 +23,6 @@ from types import FunctionType, MethodType
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -131,18 +129,6 @@ def _of_library(hook: Any) -> bool:
             return False
         hook = getattr(hook, "__wrapped__", None)
     return True
-
-
-@contextmanager
-def keeping_generators() -> Iterator[None]:
-    """Random numbers of Python and numpy that are drawn inside are drawn again afterwards;
-    torch has `fork_rng` for its own."""
-    before, numpys = random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(before)
-        np.random.set_state(numpys)
 
 
 @contextmanager

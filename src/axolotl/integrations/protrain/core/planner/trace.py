@@ -41,6 +41,7 @@ from torch import Tensor, nn
 from torch.autograd import graph
 
 from ..engine.embedding import LookUp
+from ..engine.side_effects import keeping_generators
 from ..errors import FOREIGN_ERRORS, TraceError
 from ..layout import CACHES
 from ..layout.tensors import hold_quantised, map_tensors, tensors_in
@@ -50,7 +51,6 @@ from .emulation import autocast_on_meta
 from .meta import (
     MetaMode,
     empty_like,
-    keeping_generators,
     value_of,
     without_global_hooks,
 )
