@@ -49,7 +49,10 @@ class FullParams:
     @contextmanager
     def inside(self) -> Iterator[None]:
         """Show weights and gradients; see `Session.full_params`."""
-        self._step.end_forward()
+        step = self._step
+        if step.outermost is not None and not step.slots.in_forward:
+            # an interrupt between two blocks ends a forward and calls no hook
+            step.forward_ended(step.outermost)
         self.num_inside += 1
         try:
             self._show()

@@ -7,11 +7,9 @@ calls; it may append to lists and draw from other generators.
 
 from __future__ import annotations
 
-import pickle
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from operator import is_not
 from typing import Any
 
@@ -58,7 +56,7 @@ class SideEffects:
         """
         others = [*kwargs.values(), *(v for v in args if not isinstance(v, Tensor))]
         versions = [(tensor, _version(tensor)) for tensor in tensors_in(others)]
-        places, learn = self._places()
+        places, learn = self._places_of_call()
         places += (_Items(value) for value in others if type(value) in (list, dict))
         kept = [place.keep() for place in places]
         is_first = True
@@ -88,8 +86,8 @@ class SideEffects:
 
         return surrounded
 
-    def _places(self) -> tuple[list[_Place], Callable[..., None] | None]:
-        """What this call keeps, and a function that looks at what it has changed."""
+    def _places_of_call(self) -> tuple[list[_Place], Callable[..., None] | None]:
+        """Return the places that this call keeps, and who learns which it has changed."""
         trains = self._block.training
         if self._without.get(trains, 0) >= _LOOKED_AT:
             return [], None
@@ -116,8 +114,8 @@ class SideEffects:
 
 def _places_of(modules: Sequence[nn.Module]) -> Iterator[_Place]:
     """Every place of a block that its forward may write."""
-    yield _Generator(random, random.getstate, random.setstate)
-    yield _Generator(np.random, np.random.get_state, np.random.set_state)
+    yield _Generator(random, "getstate", "setstate")
+    yield _Generator(np.random, "get_state", "set_state")
     for module in modules:
         for name, buffer in module._buffers.items():
             if buffer is not None:
@@ -127,16 +125,11 @@ def _places_of(modules: Sequence[nn.Module]) -> Iterator[_Place]:
             if type(value) is list:
                 yield _Items(value)
             elif isinstance(value, torch.Generator):
-                yield _Generator(value, value.get_state, value.set_state)
+                yield _Generator(value, "get_state", "set_state")
             elif isinstance(value, random.Random):
-                yield _Generator(value, value.getstate, value.setstate)
+                yield _Generator(value, "getstate", "setstate")
             elif isinstance(value, np.random.Generator):
-                bits = value.bit_generator
-                yield _Generator(
-                    value,
-                    partial(getattr, bits, "state"),
-                    partial(setattr, bits, "state"),
-                )
+                yield _Generator(value.bit_generator, "__getstate__", "__setstate__")
 
 
 class _Place:
@@ -226,20 +219,27 @@ class _Items(_Place):
 
 
 class _Generator(_Place):
-    def __init__(
-        self, of: Any, get: Callable[[], Any], put: Callable[[Any], Any]
-    ) -> None:
+    def __init__(self, of: Any, get: str, put: str) -> None:
         # kept alive, or another object may get its number
         self._of, self._get, self._put, self.key = of, get, put, id(of)
 
     def keep(self) -> Any:
-        return self._get()
+        return getattr(self._of, self._get)()
 
     def put(self, kept: Any) -> None:
-        self._put(kept)
+        getattr(self._of, self._put)(kept)
 
     def is_needed(self, kept: Any) -> bool:
-        return pickle.dumps(kept) != pickle.dumps(self.keep())
+        return not _equal(kept, self.keep())
+
+
+def _equal(state: Any, other: Any) -> bool:
+    if isinstance(state, dict):
+        return all(_equal(own, other[key]) for key, own in state.items())
+    if isinstance(state, tuple):
+        return all(map(_equal, state, other))
+    same: Any = state == other
+    return same if isinstance(same, bool) else bool(same.all())
 
 
 def _version(tensor: Tensor) -> int:

@@ -137,6 +137,13 @@ class DueUpdates:
         if own is not None and own.recorded is not None and self._updates.defers:
             self._apply_on_device(own)
 
+    def apply_outside(self) -> None:
+        """Make weights outside of blocks current."""
+        outside = {chunk.index for chunk in self._layout.chunks if chunk.block is None}
+        for index in sorted(outside):
+            self.apply_in_use(index)
+        self.refresh_stale(outside)
+
     def _apply_on_device(self, own: ChunkUpdate) -> None:
         """Apply a recorded step to weights in a slot in use, or on the device for good."""
         chunk = own.host.chunk
@@ -339,6 +346,7 @@ class Step:
         handles: Bindings to the model.
         closed: Nothing is shown any more.
         loss_graph: Knows which nodes the passes of a step have made.
+        outermost: Module whose forward runs, above the blocks; None outside of one.
     """
 
     plan: Plan
@@ -369,10 +377,9 @@ class Step:
         self.hosts: list[HostChunk] = []
         self.handles: list[Removable] = []
         self.closed = self.inside_forward = False
-        self._outside = [chunk for chunk in layout.chunks if chunk.block is None]
         self._prefetch_held = self._autocasts = False
         self._order: PassOrder | None = None
-        self._outermost: nn.Module | None = None
+        self.outermost: nn.Module | None = None
         self.loss_graph, self._entered = LossGraph(), 0
         # graph task of the backward that runs, or ran last
         self._backward = -1
@@ -405,38 +412,27 @@ class Step:
     def forward_begins(self, module: nn.Module) -> None:
         """A forward begins in a module above the blocks."""
         self._hide_params()
-        if self._outermost in (None, module):
+        if self.outermost in (None, module):
             # first: after an error the forward that ends remembers nothing
             self.store.verify()
-            self._outermost, self.inside_forward = module, True
+            self.outermost, self.inside_forward = module, True
             self._entered = torch.autograd._get_sequence_nr()
         for handle in self.handles:
             if isinstance(handle, AroundCall):
                 handle.require_bound()
         self.updates.prefetch(0)
-        self._update_outside()
+        self.due.apply_outside()
         # or gradients would stay on the device until backward sends the next ones
         self.gradients.retire()
         self.due.refresh_stale()
 
-    def _update_outside(self) -> None:
-        """Make weights outside of blocks current."""
-        for chunk in self._outside:
-            self.due.apply_in_use(chunk.index)
-        self.due.refresh_stale({chunk.index for chunk in self._outside})
-
     def forward_ended(self, module: nn.Module) -> None:
         """A forward of a module above the blocks has ended, or failed."""
-        if module is self._outermost:
-            self._outermost, self.inside_forward = None, False
+        if module is self.outermost:
+            self.outermost, self.inside_forward = None, False
             self.loss_graph.pass_made(self._entered)
             self.due.remember()
             self._show_params_again()
-
-    def end_forward(self) -> None:
-        """End a forward between two blocks, as an interrupt does without calling a hook."""
-        if self._outermost is not None and not self.slots.in_forward:
-            self.forward_ended(self._outermost)
 
     def before_block(self, block: int, direction: Direction) -> None:
         """Make the weights of a block readable; does nothing if they are.
@@ -673,7 +669,7 @@ class Step:
         # a method of the model other than its forward may read them
         with suppress(torch.OutOfMemoryError):
             # the next forward tries again, where another plan may help
-            self._update_outside()
+            self.due.apply_outside()
         self._show_params_again()
 
     def switch_optimizer(self, method: str) -> None:
