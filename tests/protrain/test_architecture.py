@@ -34,7 +34,7 @@ NO_TORCH = {
     *(f"planner/{name}" for name in ("plans", "search", "planner")),
 }
 
-IN_A_STEP = {"files": 19, "functions": 190, "classes": 31}
+IN_A_STEP = {"files": 19, "functions": 190, "classes": 32}
 """Of core, as `benchmarks/step_trace.py` counts them."""
 MOST_CALLABLES = 9
 

@@ -115,9 +115,22 @@ class Output:
     hidden: Tensor
 
 
+@dataclass
+class Sized:
+    size: int
+
+
+class OddOutput(Sized):
+    """Has an attribute that is no field."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__(len(hidden))
+        self.hidden = hidden
+
+
 class Returning(Layer):
     def forward(self, x: Tensor) -> Any:
-        return Output(super().forward(x))
+        return self.kind(super().forward(x))
 
 
 class Unwrapping(Stack):
@@ -129,13 +142,14 @@ class Unwrapping(Stack):
 
 
 @pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("kind", (Output, OddOutput))
 def test_a_loss_that_a_hook_makes_of_a_block_that_returns_a_dataclass(
-    plan: str,
+    kind: Any, plan: str
 ) -> None:
     def act(model: Any, losses: Losses) -> None:
         model.__class__ = Unwrapping
         for layer in model.layers:
-            layer.__class__ = Returning
+            layer.__class__, layer.kind = Returning, kind
         make = hooked(lambda own, out: (out.hidden @ own.up.weight.T).pow(2).mean())
         make(model, losses)
 
@@ -278,16 +292,26 @@ def test_a_loss_of_something_inside_of_blocks(
 def test_a_wrapper_of_backward_that_outlives_a_session() -> None:
     """It calls the one that looks at losses, which may not call it again."""
     plain, (tokens,) = torch.autograd.backward, batches(1)
+    held: list[Any] = []
     try:
-        for is_first in (True, False):
+        torch.autograd.backward = partial(plain)
+        for number in range(3):
             model = stack()
             session = open_session(model, n_buffer=2)
-            if is_first:
+            if number == 0:
+                # a wrapper that has come before goes first
+                torch.autograd.backward = plain
+            if number == 1:
                 torch.autograd.backward = partial(torch.autograd.backward)
+            held.append(torch.autograd.backward)
             model(tokens).backward()
-            with pytest.raises(AccessError, match="outside of the model's forward"):
-                model.layers[2].up.weight.sum().backward()
+            if number > 0:
+                with pytest.raises(AccessError, match="outside of the model's forward"):
+                    model.layers[2].up.weight.sum().backward()
             session.close()
+        for backward in held:
+            # of somebody who has taken it from a session
+            backward(stack()(tokens))
     finally:
         torch.autograd.backward = plain
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from operator import itemgetter
-from threading import get_ident
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -130,10 +130,8 @@ class LossGraph:
 
     def watch(self) -> LossGraph:
         """Look at each backward from here on."""
-        now = torch.autograd.backward
-        # not again inside of a wrapper that somebody has kept around it
-        if not self._all and now is vars(_looked_at).get("plain", now):
-            vars(_looked_at)["plain"] = now
+        if not self._all and torch.autograd.backward is not _looked_at:
+            vars(_looked_at)["plain"] = torch.autograd.backward
             torch.autograd.backward = _looked_at
         self._all.append(self)
         return self
@@ -143,7 +141,7 @@ class LossGraph:
         self._all.remove(self)
         # somebody may have wrapped it since, and calls it still
         if not self._all and torch.autograd.backward is _looked_at:
-            torch.autograd.backward = vars(_looked_at).pop("plain")
+            torch.autograd.backward = vars(_looked_at)["plain"]
 
     def pass_made(self, entered: int) -> None:
         """Know the nodes of a pass, which began at this sequence number."""
@@ -158,7 +156,7 @@ class LossGraph:
             # a loop may go forward for ever without a step
             del self._calls[:-_MOST_CALLS]
             self._calls.append((entered, made, reached))
-            self._threads.add(get_ident())
+            self._threads.add(threading.get_ident())
 
     def drop_passes(self) -> None:
         """Let go of passes: a step of the optimizer ends the use of their graphs."""
@@ -210,13 +208,34 @@ class LossGraph:
         return self._calls[at]
 
 
+_PLAIN = torch.autograd.backward
+
+
+class _Looking(threading.local):
+    """Graph task in which this thread has looked at a loss, -1 outside of a backward."""
+
+    task: int | None = None
+
+
+_looking = _Looking()
+
+
 def _looked_at(tensors: Any, *args: Any, **kwargs: Any) -> None:
     is_one = isinstance(tensors, (Tensor, GradientEdge))
     roots = (tensors,) if is_one else tuple(tensors)
+    task, outer = torch._C._current_graph_task_id(), _looking.task
+    if task == outer:
+        # called by a wrapper that somebody has kept around it
+        _PLAIN(roots, *args, **kwargs)
+        return
     # a reentrant checkpoint goes backward in a graph that a pass has made
     for graph in () if inside_backward() else LossGraph._all:
         graph.look_at(roots)
-    vars(_looked_at)["plain"](roots, *args, **kwargs)
+    _looking.task = task
+    try:
+        vars(_looked_at)["plain"](roots, *args, **kwargs)
+    finally:
+        _looking.task = outer
 
 
 def drop_ended_backward(device: torch.device) -> None:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import __file__ as CHECKPOINT_FILE, checkpoint
 
 from ..layout import CACHES
 from .calls import AroundCall
-from .side_effects import SideEffects
+from .side_effects import Buffers, SideEffects
 from .swap import Swap
 
 
@@ -43,7 +43,7 @@ class Recompute(AroundCall):
     ) -> None:
         self._index, self._swap = index, swap
         self._on_device = torch.empty(0, device=device)
-        self._side_effects = SideEffects(block)
+        self._buffers, self._others = Buffers(block), SideEffects(block)
         super().__init__(block)
 
     def around(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -55,7 +55,8 @@ class Recompute(AroundCall):
         if getattr(self._module, "_can_checkpoint_with_cache", False):
             caches = []
         kwargs = {**kwargs, **dict.fromkeys(caches)}
-        run = self._side_effects.around(partial(call, **kwargs), args, kwargs)
+        run = self._buffers.around(partial(call, **kwargs))
+        run = self._others.around(run, args, kwargs)
         if self._swap is not None:
             with self._swap.saving(self._index):
                 saved = _SavedArguments(args)

@@ -365,5 +365,7 @@ def map_tensors(
 
 
 def _fields_of(value: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass, with slots too, and its other attributes."""
     names = (field.name for field in fields(value))
-    return {name: getattr(value, name) for name in names if hasattr(value, name)}
+    found = {name: getattr(value, name) for name in names if hasattr(value, name)}
+    return {**found, **getattr(value, "__dict__", {})}
