@@ -271,7 +271,7 @@ class _Attribute(_Place):
 
 
 class _Items(_Place):
-    """What is in a list or a dict."""
+    """Items of a list or a dict."""
 
     def keep(self) -> Any:
         return self._of.copy()
