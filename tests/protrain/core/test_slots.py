@@ -10,7 +10,6 @@ import pytest
 import torch
 from core_models import (
     ALL,
-    HOST_STATE,
     batches,
     before_updates,
     checked,
@@ -173,7 +172,7 @@ def gate() -> Iterator[threading.Semaphore]:
 def test_what_is_being_updated_is_not_fetched_ahead(gate: threading.Semaphore) -> None:
     """Nor anything after it: the copies would overtake each other."""
     model = stack(num_layers=4)
-    session = open_session(model, n_buffer=3, outside=HOST_STATE, update=Update.HOST)
+    session = open_session(model, n_buffer=3, update=Update.HOST)
     optimizer = wrapped(session)
     model(batches(1)[0]).backward()
     optimizer.step()
@@ -186,9 +185,7 @@ def test_what_is_being_updated_is_not_fetched_ahead(gate: threading.Semaphore) -
 
     before, misses = session.counters.num_fetches, session.counters.num_misses
     handle = model.layers[0].register_forward_hook(let_through)
-    # chunks outside of blocks come first
-    num_first = 1 + sum(c.block is None for c in session.layout.chunks)
-    gate.release(num_first * len(optimizer.param_groups))
+    gate.release(len(optimizer.param_groups))
     with torch.no_grad():
         model.layers[0](torch.ones(2, 16))
     handle.remove()
