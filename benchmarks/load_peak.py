@@ -58,7 +58,8 @@ class Sample:
 
 def say(phase: str) -> None:
     """Tell the parent which phase begins and wait until it knows."""
-    print(phase, flush=True)
+    # in one piece also where Python does not buffer: the parent reads without waiting
+    print(f"{phase}\n", end="", flush=True)
     sys.stdin.readline()
 
 
