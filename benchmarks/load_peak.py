@@ -14,9 +14,6 @@ are the model of the limit, and the room in which it is unpacked counts as slots
 `anonymous` is memory of the process, `file` are pages of the mapped shards, which the
 system may drop and read again. The child's high-water mark is read at the end as well,
 so that nothing hides between two samples.
-
-`--time`: seconds of the same, in a fresh process each, beside a copy of what was mapped,
-with the files in the system's memory (warm) and not (cold), in turns.
 """
 
 from __future__ import annotations
@@ -24,7 +21,6 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -101,65 +97,6 @@ def load_and_open(folder: str, trained: str) -> None:
     say("closed")
     time.sleep(0.1)
     say("end")
-
-
-def time_opening(folder: str, way: str) -> None:
-    """Runs in the child: prints seconds, and the sum of all weights' bits."""
-    from unittest.mock import patch
-
-    import torch
-    import transformers
-
-    from axolotl.integrations.protrain.core.engine import session
-    from axolotl.integrations.protrain.core.engine.device import CpuDevice
-    from axolotl.integrations.protrain.core.layout import build_layout
-    from axolotl.integrations.protrain.core.planner.plans import make_plan
-
-    def copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        for target, source in pairs:
-            target.copy_(source)
-
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY))
-    start = time.perf_counter()
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.bfloat16, device_map="cpu"
-    ).requires_grad_(False)
-    layout = build_layout(model)
-    plan = make_plan(layout, 0, 2, 0, 0, False)
-    with patch.object(session, "load", copy if way == "copied" else session.load):
-        opened = session.Session(model, layout, plan, CpuDevice())
-    seconds = time.perf_counter() - start
-    opened.close()
-    bits = sum(int(p.view(torch.int16).long().sum()) for p in model.parameters())
-    print(seconds, bits)
-
-
-def compare_times(folder: Path, rounds: int) -> bool:
-    """True if the weights are the same in all ways."""
-    found: dict[tuple[str, str], list[float]] = {}
-    bits = set()
-    for files in ("warm", "cold") * rounds:
-        for way in ("copied", "read"):
-            for file in folder.glob("*.safetensors"):
-                with file.open("rb") as opened:
-                    if files == "cold":
-                        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-                    else:
-                        while opened.read(1 << 24):
-                            pass
-            command = [sys.executable, __file__, "--child", str(folder), "--way", way]
-            told = subprocess.run(command, check=True, capture_output=True, text=True)
-            seconds, sum_ = told.stdout.split()[-2:]
-            found.setdefault((files, way), []).append(float(seconds))
-            bits.add(sum_)
-    for files in ("warm", "cold"):
-        copied, read = (found[files, way] for way in ("copied", "read"))
-        ratio = statistics.median(r / c for c, r in zip(copied, read, strict=True))
-        print(
-            f"{files}: copied {statistics.median(copied):.2f} s, read "
-            f"{statistics.median(read):.2f} s, ratio {ratio:.2f} of {rounds} pairs"
-        )
-    return len(bits) == 1
 
 
 TINY = {
@@ -320,18 +257,12 @@ def model_parser(description: str | None) -> argparse.ArgumentParser:
 def arguments() -> argparse.Namespace:
     parser = model_parser(__doc__)
     parser.add_argument("--trained", choices=CASES)
-    parser.add_argument("--time", action="store_true")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--way", help=argparse.SUPPRESS)
     parser.add_argument("--child", metavar="FOLDER", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def main() -> None:
     args = arguments()
-    if args.child and args.way:
-        time_opening(args.child, args.way)
-        return
     if args.child:
         load_and_open(args.child, args.trained)
         return
@@ -339,8 +270,6 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), args)
         os.sync()
-        if args.time:
-            sys.exit(0 if compare_times(Path(folder), args.rounds) else 1)
         kept = []
         for case in cases:
             of_it = Path(folder)
