@@ -57,3 +57,14 @@ def test_the_page_has_rows_of_known_sets_alone() -> None:
     names = [each.name for each in everything.SETS]
     assert len({*names}) == len(names)
     assert everything.read_rows().keys() <= {*names}
+
+
+def test_the_paths_of_all_sets_are_files() -> None:
+    """Only this sees a folder that has moved: its sets would never be old."""
+    paths = {path.removeprefix(":!") for each in everything.SETS for path in each.paths}
+    listed = ["git", "ls-files", "--"]
+    assert not [
+        path
+        for path in sorted(paths)
+        if not subprocess.check_output([*listed, path], cwd=everything.ROOT)
+    ]

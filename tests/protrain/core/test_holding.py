@@ -51,8 +51,8 @@ def addresses(session: Session) -> list[int]:
 def test_forwards_and_steps_are_those_without(
     inner: Sequence[int], n_buffer: int, frozen: bool, chosen: int, amid: bool
 ) -> None:
-    """Only this sees a chunk that a ring of other sizes cannot take, a step that reads what
-    was bound for the forwards, or memory of a chunk that somebody keeps."""
+    """Only this sees a chunk that a ring of other sizes cannot take, or a step that reads
+    what was bound for the forwards."""
     model = stack(num_layers=len(inner), inner=list(inner))
     if frozen:
         freeze(model, ("norm", "extra"))
@@ -85,11 +85,14 @@ def test_forwards_and_steps_are_those_without(
 
 
 def test_what_is_held_is_fetched_once() -> None:
+    """And given back: this is the fastest to see memory that somebody keeps."""
     session = open_session(stack())
     model = session.model
+    used = session.device.used_bytes()
     with session.holding(session.plan.paged):
         looked_at(model)
         assert session.counters.num_fetches == len(session.plan.paged)
+    assert session.device.used_bytes() == used
     looked_at(model)
     assert session.counters.num_fetches > 2 * len(session.plan.paged)
     with session.holding(session.plan.paged[1:4]):
