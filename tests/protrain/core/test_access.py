@@ -18,9 +18,11 @@ from core_models import (
     adamw,
     assert_same,
     batches,
+    before_updates,
     freeze,
     make_plan,
     open_session,
+    slowly,
     stack,
     train,
     twin,
@@ -310,6 +312,22 @@ def test_gradients_are_seen_and_changed(act: str, plan: str) -> None:
     if act not in ("replace", "exchange"):
         acts |= {"micro-batch": GRADIENTS[act], "updated": GRADIENTS[act]}
     assert_like_plain(plan, acts)
+
+
+def test_what_stays_on_the_device_is_current_once_a_session_has_settled() -> None:
+    """Only this reads blocks that lie on the device and that the host updates."""
+    model = stack()
+    plain = twin(model)
+    session = open_session(
+        model, resident=(1, 4), inside=HOST_STATE, update=Update.HOST
+    )
+    with before_updates(slowly):
+        train(model, wrapped(session), [batches(1)], session)
+        session.settle()
+        found = {n: p.clone() for n, p in model.layers[1].named_parameters()}
+    train(plain, adamw(plain), [batches(1)])
+    assert_same(found, dict(plain.layers[1].named_parameters()))
+    session.close()
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -143,3 +143,27 @@ def test_close_cleans_up_after_a_failed_update() -> None:
     assert hook_counts(model) == hooks
     assert set(threading.enumerate()) <= threads
     assert_same(model.state_dict(), before)
+
+
+def test_close_keeps_updates_queued_behind_one_that_failed() -> None:
+    """Only this sees host memory that is given back before the last of them has ended."""
+    model = stack()
+    plain = twin(model)
+    session = open_session(model, update=Update.HOST)
+    optimizer = wrapped(session)
+    (tokens,) = batches(1)
+    errors = iter([RuntimeError("no update")])
+
+    def fail_once() -> None:
+        for error in errors:
+            raise error
+
+    with before_updates(fail_once):
+        model(tokens).backward()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="no update"):
+            session.close()
+    train(plain, adamw(plain), [[tokens]])
+    after = weights(plain)
+    unlike = {n for n, own in weights(model).items() if not own.equal(after[n])}
+    assert unlike == {f"layers.0.{n}" for n, _ in plain.layers[0].named_parameters()}
