@@ -30,9 +30,12 @@ from torch import Tensor, nn
 
 from axolotl.integrations.protrain.core.engine.session import Session
 from axolotl.integrations.protrain.core.layout import build_layout, spread_order
-from axolotl.integrations.protrain.core.planner import seconds as time_model
 from axolotl.integrations.protrain.core.planner.demand import Demand
-from axolotl.integrations.protrain.core.planner.seconds import StepTime
+from axolotl.integrations.protrain.core.planner.seconds import (
+    Clocks,
+    StepTime,
+    simulate,
+)
 from axolotl.integrations.protrain.core.planner.trained_bytes import TrainedBytes
 from axolotl.integrations.protrain.core.types import (
     BlockTimes,
@@ -57,12 +60,12 @@ FAST, EVEN, SLOW = 500e6, 100e6, 30e6
 """Bytes per second of a link that hides, just about hides, and does not hide."""
 
 
-class ComputesOnCaller(time_model.Step):
+def run_on_caller(
+    self: Clocks, seconds: float, queue_s: float = 0.0, *, run: Any = Clocks._run
+) -> None:
     """Blocks here compute on the thread that queues copies: it never runs ahead."""
-
-    def _run(self, seconds: float, queue_s: float = 0.0) -> None:
-        super()._run(seconds, queue_s)
-        self.issued = self.now
+    run(self, seconds, queue_s)
+    self.issued = self.now
 
 
 class Pause(torch.autograd.Function):
@@ -437,8 +440,8 @@ def run(case: Case) -> Result:
     hardware = hardware_of(case)
     workload = Workload(case.accumulation, update=case.update)
     demand = Demand(TrainedBytes(layout, workload), plan, times, hardware)
-    with mock.patch.object(time_model, "Step", ComputesOnCaller):
-        step = time_model.simulate(demand)
+    with mock.patch.object(Clocks, "_run", run_on_caller):
+        step = simulate(demand)
     paper_s = closed_form_s(layout, plan, times, hardware)
     return Result(case, step, paper_s, measure(case, model, layout, plan))
 

@@ -13,6 +13,7 @@ the change concerns runs again. Logs are in build/evidence.
 from __future__ import annotations
 
 import argparse
+import ast
 import os
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 from datetime import date
+from itertools import product
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,6 +29,10 @@ PAGE, LOGS = ROOT / "docs" / "evidence.md", ROOT / "build" / "evidence"
 sys.path.insert(0, str(ROOT / "benchmarks"))
 CODE = ("src", "pyproject.toml")
 TESTED = (*CODE, "tests", "examples", "tools", "Makefile")
+IMPORTED = [
+    ROOT / folder
+    for folder in ("benchmarks", "tests/protrain", "tests/protrain/core", "examples")
+]
 PACKAGE = "src/axolotl/integrations/protrain"
 HELPERS = ("tests/protrain/*.py", ":!tests/protrain/test_*.py")
 TRAINED = (
@@ -72,10 +78,29 @@ class Set:
     paths: tuple[str, ...]
 
 
+def _parts(files: list[Path]) -> list[Path]:
+    """These files and those of this repository that they import or name, and so on."""
+    for file in files:
+        nodes = [*ast.walk(ast.parse(file.read_text("utf-8")))]
+        names = [n.module or "" for n in nodes if isinstance(n, ast.ImportFrom)]
+        names += [a.name for n in nodes if isinstance(n, ast.Import) for a in n.names]
+        texts = [str(n.value) for n in nodes if isinstance(n, ast.Constant)]
+        # a script that they run, or a plugin that they name
+        names += [text.partition(".")[0] for text in texts if text.count(".") == 1]
+        found = (
+            folder / f"{name.replace('.', '/')}{end}"
+            for name, folder in product(names, IMPORTED)
+            for end in (".py", "/__init__.py")
+        )
+        files += [part for part in {*found} - {*files} if part.exists()]
+    return files
+
+
 def _measured(name: str, options: str = "") -> Set:
-    file = name.replace("-", "_")
-    command = f".venv/bin/python benchmarks/{file}.py {options}".strip()
-    return Set(name, command, (*CODE, "benchmarks/*.py", "benchmarks/comparison"))
+    file = ROOT / "benchmarks" / f"{name.replace('-', '_')}.py"
+    parts = [str(part.relative_to(ROOT)) for part in _parts([file])]
+    command = f".venv/bin/python benchmarks/{file.name} {options}".strip()
+    return Set(name, command, (*CODE, *sorted(parts)))
 
 
 TODAY = date.today().isoformat()
