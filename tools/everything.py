@@ -122,16 +122,16 @@ SETS = (
         "make gpu-rehearsal",
         (*CODE, "benchmarks", ":!benchmarks/*.md"),
     ),
-    _measured("five-plans"),
+    _measured("five-plans", f"--output benchmarks/results/{TODAY}-five-plans.md"),
     _measured("plan-speed"),
     _measured("published", "--output benchmarks/results/published.md"),
     _measured("start-up", f"--output benchmarks/results/{TODAY}-cpu-start-up.md"),
     _measured("hook-cost"),
-    _measured("overhead", f"--output benchmarks/results/{TODAY}-cpu-overhead.md"),
+    _measured("overhead", "--output benchmarks/results"),
     _measured("step-time"),
     _measured("peak-prediction"),
     _measured("saving"),
-    _measured("end-of-step"),
+    _measured("end-of-step", "--output benchmarks/results"),
     _measured("load-peak"),
     _measured("qlora-load"),
     _measured("generation"),
@@ -223,8 +223,10 @@ def run(each: Set, machine: str) -> Row:
             stderr=subprocess.STDOUT,
             env={**os.environ, "HF_HUB_OFFLINE": "1", "AXOLOTL_DO_NOT_TRACK": "1"},
         ).returncode
-    lines = [line.strip(" =|") for line in log.read_text("utf-8").splitlines()]
-    last = next((line for line in reversed(lines) if line), "said nothing")
+    lines = [line.strip(" =|│") for line in log.read_text("utf-8").splitlines()]
+    # a table ends with a line of box drawings
+    told = (line for line in reversed(lines) if any(map(str.isalnum, line)))
+    last = next(told, "said nothing")
     last = last.replace("|", "/")[:RESULT_WIDTH]
     return Row(
         each.name,
