@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import ast
 import os
+import re
 import subprocess
 import sys
 import time
@@ -190,11 +191,18 @@ def why_run(each: Set, rows: dict[str, Row]) -> str:
         return "never run"
     if not row.passed:
         return "failed"
+    if _undated(row.command) != _undated(f"`{each.command}`"):
+        return "the command has changed"
     changed = _git("diff", "--name-only", row.commit, "--", *each.paths, check=False)
     if changed is None:
         return f"commit {row.commit} is not in this repository"
     files = [file for file in changed.splitlines() if not _is_output(file)]
     return f"{files[0]} has changed" if files else ""
+
+
+def _undated(command: str) -> str:
+    """A command without the date of a file that it writes."""
+    return re.sub(r"\d{4}-\d\d-\d\d", "", command)
 
 
 def _is_output(file: str) -> bool:

@@ -48,6 +48,8 @@ def test_a_set_runs_again_once_it_failed_or_its_files_changed(
     (repository / "elsewhere.py").write_text("2")
     commit(repository)
     assert everything.why_run(passes, rows) == ""
+    other = everything.Set("passes", "echo 4 passed", ("src",))
+    assert everything.why_run(other, rows) == "the command has changed"
     # neither committed nor staged
     (repository / "src/code.py").write_text("2")
     assert everything.why_run(passes, rows) == "src/code.py has changed"
