@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,6 +34,7 @@ from axolotl.integrations.protrain.core.planner.seconds import (
     COMMUNICATE,
     DISK,
     LANES,
+    DeferredStep,
     StepTime,
     block_times,
     simulate,
@@ -109,10 +110,12 @@ class Case:
             update=self.update,
         )
 
-    def step(self) -> StepTime:
+    def demand(self) -> Demand:
         trained = TrainedBytes(self.layout, self.workload())
-        figures = self.plan, self.times, self.hardware, self.moved
-        return simulate(Demand(trained, *figures))
+        return Demand(trained, self.plan, self.times, self.hardware, self.moved)
+
+    def step(self) -> StepTime:
+        return simulate(self.demand())
 
     def compute_s(self) -> float:
         """What the plan computes, added up by hand."""
@@ -803,6 +806,37 @@ def test_the_device_norms_only_in_the_last_micro_batch() -> None:
 def test_one_more_micro_batch_is_never_faster(case: Case, more: int) -> None:
     longer = replace(case, accumulation=case.accumulation + more).step()
     assert at_most(case.step().total_s, longer.total_s)
+
+
+class EveryPart(DeferredStep):
+    """A step in which nothing is only counted."""
+
+    def repeat(self, run: Callable[[], None], times: int) -> int:
+        for _ in range(times):
+            run()
+        return 0
+
+
+@settings(max_examples=150)
+@given(cases(disk=True), st.integers(1, 60), st.integers(1, 9))
+def test_what_is_counted_takes_as_long_as_what_runs(
+    case: Case, parts: int, accumulation: int
+) -> None:
+    case = replace(case, world=World(), update=Update.DEVICE, accumulation=accumulation)
+    case = replace(case, plan=replace(case.plan, shards=1))
+    demand = case.demand()
+    demand.num_parts = parts
+    every = EveryPart(demand)
+    every.update()
+    for number in range(accumulation):
+        every.micro_batch(first=number == 0, last=number == accumulation - 1)
+    every.settle()
+    every.end_reads()
+    step = simulate(demand)
+    assert step.total_s == pytest.approx(every.now, rel=1e-7)
+    assert step.exposed_s == pytest.approx(every.exposed, rel=1e-6, abs=1e-6 * every.now)
+    for lane, seconds in every.busy.items():
+        assert step.busy_s[lane] == pytest.approx(seconds)
 
 
 def test_recomputation_repeats_the_forward_of_its_blocks() -> None:

@@ -335,6 +335,8 @@ class MemoryModel:
         self.activations = lru_cache(maxsize=None)(
             partial(walk, trace, overlaps=hardware.overlaps)
         )
+        # a search asks for whole updates and for pieces, one after the other
+        self._by_segment = lru_cache(maxsize=1)(self._beside_segments)
 
     def parameters(
         self,
@@ -348,8 +350,7 @@ class MemoryModel:
             states.weights + states.moments + states.operands,
             states.gradients,
             self._update_bytes(states.gradients, placements),
-            self._deferred_updates(placements),
-            *self._gradient_walk(placements),
+            *self._by_segment(placements),
         )
 
     def peak_without_slots(
@@ -462,6 +463,12 @@ class MemoryModel:
             if lifetime.large
             and any(s.block is not None and not s.as_input for s in lifetime.saves)
         )
+
+    def _beside_segments(
+        self, placements: tuple[Placement, ...]
+    ) -> tuple[list[int], list[int], list[int]]:
+        """`Parameters.deferred`, `before` and `extra`."""
+        return self._deferred_updates(placements), *self._gradient_walk(placements)
 
     def _gradient_walk(
         self, placements: tuple[Placement, ...]

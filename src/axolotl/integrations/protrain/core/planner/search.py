@@ -366,6 +366,9 @@ class Search:
         """
         plain, saved, *inputs = self._families
         for at in places:
+            # with the most slots the least is fetched
+            widest = self._candidate(_Row(0, 0), max(at.slots), at)
+            least_s = self._demand(self._plan(widest)).least_s
             for n_buffer, nbytes in at.slots.items():
                 room = self._budget.usable_bytes - at.held - nbytes
                 row = self._first_that_fits(plain, at, room)
@@ -374,7 +377,10 @@ class Search:
                     rows.append(self._first_that_fits(saved, at, room))
                 if row is None:
                     rows += [self._first_that_fits(some, at, room) for some in inputs]
-                yield from (self._candidate(row, n_buffer, at) for row in rows if row)
+                found = filter(None, rows)
+                yield from (
+                    self._candidate(row, n_buffer, at, least_s) for row in found
+                )
 
     def _first_that_fits(
         self, rows: Iterable[_Row], at: _Place, room: float
@@ -398,14 +404,16 @@ class Search:
         """Bytes of the device, without slots."""
         return self.memory.peak_without_slots(at.parameters, self._activations(row))
 
-    def _candidate(self, row: _Row, n_buffer: int, at: _Place) -> _Candidate:
+    def _candidate(
+        self, row: _Row, n_buffer: int, at: _Place, least_s: float = 0.0
+    ) -> _Candidate:
         times = self._times
         again = zip(times.again_s, self._policies(row), strict=True)
         micro_batch_s = sum(times.forward_s) + sum(times.backward_s)
         micro_batch_s += times.outside_forward_s + times.outside_backward_s
         micro_batch_s += sum(seconds for seconds, policy in again if policy.recomputes)
         compute_s = self._update_s + self.memory.workload.accumulation * micro_batch_s
-        return _Candidate(compute_s, row, n_buffer, at)
+        return _Candidate(max(compute_s, least_s), row, n_buffer, at)
 
     def _policies(self, row: _Row) -> tuple[Policy, ...]:
         return block_policies(self._num_blocks, *row, self.swap_interval)

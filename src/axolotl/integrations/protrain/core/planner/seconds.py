@@ -20,10 +20,10 @@ comes last. What DDP reduces outside the blocks counts as spread over them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, product
+from itertools import chain, repeat
 
 from ..types import (
     IN_FLIGHT,
@@ -126,21 +126,12 @@ def simulate(d: Demand) -> StepTime:
     """Run one step on clocks."""
     step = DeferredStep(d) if d.defers else SimulatedStep(d)
     step.update()
-    before: list[float] = []
-    # the last one takes norms, or reduces
-    alike = d.accumulation - 1
-    for number in range(alike):
-        started, sums = step.issued, (dict(step.exposed), dict(step.busy))
-        step.forward(first=number == 0)
-        step.backward(first=number == 0)
-        offsets = step.offsets()
-        if _close(offsets, before, step.issued - started):
-            step.repeat(alike - 1 - number, started, *sums)
-            break
-        before = offsets
-    if alike < d.accumulation:
-        step.forward(first=alike == 0)
-        step.backward(first=alike == 0, last=True)
+    first = last = d.accumulation == 1
+    if not last:
+        step.micro_batch(first=True)
+        # the last one takes norms, or reduces
+        step.repeat(step.micro_batch, d.accumulation - 2)
+    step.micro_batch(first=first, last=True)
     step.settle()
     step.end_reads()
     total_s = step.now + step.skipped
@@ -160,7 +151,7 @@ class Clocks:
     Attributes:
         now: Compute has worked or waited until here.
         issued: The calling thread has queued work or waited until here.
-        skipped: Of micro-batches that were not simulated one by one.
+        skipped: Of repetitions that were not simulated one by one.
         exposed: How long compute stood still, by the lane it waited for.
         busy: How long each of these lanes has worked.
     """
@@ -311,6 +302,10 @@ class SimulatedStep(Clocks):
             else:
                 self._updated[work.number] = done
 
+    def micro_batch(self, first: bool = False, last: bool = False) -> None:
+        self.forward(first)
+        self.backward(first, last)
+
     def forward(self, first: bool) -> None:
         """Forward of one micro-batch and what runs outside the blocks."""
         d = self._demand
@@ -409,20 +404,36 @@ class SimulatedStep(Clocks):
         while self._in_flight:
             self._block(self._in_flight.popleft(), "offload")
 
-    def offsets(self) -> list[float]:
-        """Return how far each clock is ahead of the calling thread between
-        micro-batches."""
-        clocks = (*self._free.values(), *self._in_flight, *self._room, *self._sent)
-        clocks += (self._reads.free, *self._reads.ring)
-        return [max(0.0, clock - self.issued) for clock in clocks]
+    def repeat(self, run: Callable[[], None], times: int) -> int:
+        """Run so often, until one run has left all clocks as they were before it, but
+        for its own time: the others would, too. Returns how many were only counted."""
+        before = self._ahead() if times else []
+        for left in reversed(range(times)):
+            started, sums = self.issued, (dict(self.exposed), dict(self.busy))
+            run()
+            ahead, each_s = self._ahead(), self.issued - started
+            if _close(ahead, before, each_s):
+                self.skipped += left * each_s
+                for now, began in zip((self.exposed, self.busy), sums, strict=True):
+                    for lane in now:
+                        now[lane] += left * (now[lane] - began[lane])
+                return left
+            before = ahead
+        return 0
 
-    def repeat(self, times: int, started: float, *before: Mapping[str, float]) -> None:
-        """Count the micro-batch that began at `started`, with `exposed` and `busy` as
-        `before`, that many times more."""
-        self.skipped += times * (self.issued - started)
-        for sums, began in zip((self.exposed, self.busy), before, strict=True):
-            for lane in sums:
-                sums[lane] += times * (sums[lane] - began[lane])
+    def _ahead(self) -> list[float]:
+        """Return how far each clock is ahead of the calling thread; those that are not
+        hold nothing up."""
+        clocks = [self.now, *self._free.values(), *self._in_flight, *self._room]
+        clocks += [*self._sent, *self._staged.values(), self._reads.free]
+        clocks += [*self._reads.ring, self._gone]
+        # a run that leaves one of these behind, and fetches or uses none, is no repetition
+        clocks += [max(self._arrival, default=0.0), max(self._last_use, default=0.0)]
+        return self._past_issued(clocks)
+
+    def _past_issued(self, clocks: Sequence[float]) -> list[float]:
+        issued = self.issued
+        return [clock - issued if clock > issued else 0.0 for clock in clocks]
 
     def _enter(self, traffic: Traffic) -> None:
         """`DueUpdates.refresh_stale`: weights that stay on the device."""
@@ -542,8 +553,10 @@ class DeferredStep(SimulatedStep):
 
     def __init__(self, demand: Demand) -> None:
         super().__init__(demand)
-        # parts of updates
-        self._pending: deque[tuple[TrainedWork, int]] = deque()
+        # of each block, updates that are due; parts in the order in which operands come
+        self._due: deque[Sequence[TrainedWork]] = deque()
+        self._coming: Iterator[TrainedWork] = iter(())
+        self._operands: deque[float] = deque()
         self._outside: Sequence[TrainedWork] = ()
         self._leaving: deque[float] = deque()
 
@@ -551,8 +564,9 @@ class DeferredStep(SimulatedStep):
         """Update what is on the device; of the rest the first operands come."""
         d = self._demand
         self._run(d.update_s)
-        works = chain.from_iterable(d.gradients)
-        self._pending.extend(product(works, range(d.num_parts)))
+        self._due.extend(d.gradients)
+        parts = (repeat(work, d.num_parts) for works in d.gradients for work in works)
+        self._coming = chain.from_iterable(parts)
         self._outside = d.outside
         self._fetch_operands()
 
@@ -568,16 +582,25 @@ class DeferredStep(SimulatedStep):
         self._outside = ()
 
     def _opened(self, block: int) -> None:
-        if not self._pending:
+        if not self._due:
             return
+        for work in self._due.popleft():
+            # what is on the way takes turns; with the last ones the next chunk's come
+            turns = max(0, self._demand.num_parts // IN_FLIGHT - 1)
+            turn = partial(self._update_parts, work, IN_FLIGHT)
+            for _counted in range(IN_FLIGHT * self.repeat(turn, turns)):
+                next(self._coming)
+            self._update_parts(work, self._demand.num_parts - IN_FLIGHT * turns)
+        self._fetch_operands()
+
+    def _update_parts(self, work: TrainedWork, times: int) -> None:
         n = self._demand.num_parts
-        for _part in range(n * len(self._demand.gradients[block])):
-            work, part = self._pending.popleft()
-            there = self._take((work.chunk, part), work.operand_bytes / n)
-            self._room.append(self._update(work, there, n))
+        for _part in range(times):
+            if not self._operands:
+                self._fetch_operand(next(self._coming))
+            self._room.append(self._update(work, self._operands.popleft(), n))
             if n > 1:
                 self._fetch_operands()
-        self._fetch_operands()
 
     def _update(self, work: TrainedWork, there: float = 0.0, parts: int = 1) -> float:
         """Update one of so many parts; returns when all is on the host."""
@@ -596,11 +619,15 @@ class DeferredStep(SimulatedStep):
 
     def _fetch_operands(self) -> None:
         """`Updates.prefetch`: as many as there is room for."""
-        n = self._demand.num_parts
-        for work, part in self._pending:
-            key = work.chunk, part
-            if key not in self._staged and not self._stage(key, work.operand_bytes / n):
-                return
+        while self._room and (work := next(self._coming, None)):
+            self._fetch_operand(work)
+
+    def _fetch_operand(self, work: TrainedWork) -> None:
+        seconds = work.operand_bytes * self._traffic.fetch_s / self._demand.num_parts
+        self._operands.append(self._queue("fetch", seconds, self._room.popleft()))
+
+    def _ahead(self) -> list[float]:
+        return super()._ahead() + self._past_issued([*self._operands, *self._leaving])
 
 
 def _close(ours: list[float], theirs: list[float], scale: float) -> bool:

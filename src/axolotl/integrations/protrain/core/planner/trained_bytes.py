@@ -203,7 +203,8 @@ class TrainedBytes:
         for index, own in self._pieces.items():
             if self.workload.update is Update.DEVICE:
                 chunk = self.layout.chunks[index]
-                found[index] = max(self._update(chunk, piece) for piece in own)
+                main = main_chunk(chunk, self.workload.fp32_master)
+                found[index] = max(self._update(chunk, main, piece) for piece in own)
         return found
 
     @cached_property
@@ -217,9 +218,8 @@ class TrainedBytes:
             found[index] = sum(sizes[-IN_FLIGHT - 1 :])
         return found
 
-    def _update(self, chunk: Chunk, piece: Piece) -> int:
+    def _update(self, chunk: Chunk, main: Chunk, piece: Piece) -> int:
         w = self.workload
-        main = main_chunk(chunk, w.fp32_master)
         if piece.elements is None:
             every = [main.tensors[index].nbytes for index in piece.span]
         else:
