@@ -834,7 +834,9 @@ def test_what_is_counted_takes_as_long_as_what_runs(
     every.end_reads()
     step = simulate(demand)
     assert step.total_s == pytest.approx(every.now, rel=1e-7)
-    assert step.exposed_s == pytest.approx(every.exposed, rel=1e-6, abs=1e-6 * every.now)
+    assert step.exposed_s == pytest.approx(
+        every.exposed, rel=1e-6, abs=1e-6 * every.now
+    )
     for lane, seconds in every.busy.items():
         assert step.busy_s[lane] == pytest.approx(seconds)
 

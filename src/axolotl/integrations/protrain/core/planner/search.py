@@ -1,9 +1,10 @@
 """The fastest plan that fits (equation 1 of the paper).
 
 For every number of resident chunks, of slots and of swapping blocks, the fewest
-recomputed blocks that fit: recompute only ever adds compute. Each of these candidates is
-simulated, the least compute first, until that alone takes longer than the best step: so
-the result is the optimum over all of them, and a larger budget never gives a slower plan.
+recomputed blocks that fit: recompute only ever adds compute. A step takes at least its
+compute, and its copies each way. The candidates are simulated in the order of this bound,
+until it is longer than the best step: so the result is the optimum over all of them, and a
+larger budget never gives a slower plan.
 
 Numbers of swapping blocks: none; the paper's bound N / I, the blocks divided by the
 interval at which their copies hide behind compute, with any number of the others
