@@ -95,9 +95,10 @@ class Ranks:
         one of them does not come.
 
         Raises:
-            ProTrainError: Some have not come in time, or go the other way, by their
-                numbers.
+            ProTrainError: Some have not come in time, have ended, or go the other way, by
+                their numbers.
         """
+        since = time.monotonic()
         here = torch.tensor([_DIRECTIONS.index(direction)], device="cpu")
         others = [rank for rank in self._own_node if rank != self.rank]
         sent = [dist.isend(here, rank, group=self._passes) for rank in others]
@@ -105,7 +106,9 @@ class Ranks:
         heard = {
             rank: dist.irecv(told[rank], rank, group=self._passes) for rank in others
         }
-        missing = [rank for rank, work in heard.items() if not self._ends(work)]
+        missing = [
+            rank for rank, work in heard.items() if not self._comes(rank, work, since)
+        ]
         if missing:
             raise ProTrainError(
                 f"ddp_timeout: rank {', '.join(map(str, missing))} runs no block in a pass "
@@ -127,13 +130,23 @@ class Ranks:
                     "`protrain_zero3_shard: false`."
                 )
 
-    def _ends(self, work: dist.Work | None) -> bool:
+    def _comes(self, rank: int, work: dist.Work | None, since: float) -> bool:
+        """Return whether a rank comes to a pass within the time limit.
+
+        Raises:
+            ProTrainError: It has ended.
+        """
         assert work is not None
         try:
             return work.wait(self._limit)
-        except RuntimeError:
-            # gloo's word for a time limit, and for a process that has ended
-            return False
+        except RuntimeError as error:
+            # gloo's word for a time limit, too
+            if time.monotonic() - since >= self._limit.total_seconds():
+                return False
+            raise ProTrainError(
+                f"rank {rank} has ended, or cannot be reached any more, while rank "
+                f"{self.rank} begins a pass. Its own log says why."
+            ) from error
 
     def node_sum(self, values: Tensor) -> Tensor:
         """Sum over the ranks of the node, in place."""
