@@ -150,8 +150,8 @@ BUDGETS: dict[str, tuple[dict[str, Any], dict[str, int], list[str]]] = {
 """Trainings, limits under which no plan fits them, and what the message says."""
 RATES_DECIDE: dict[str, Any] = {
     "protrain_auto_memory": True,
-    "protrain_capacity_bytes": "655KB",
-    "protrain_cpu_capacity_bytes": "1017KB",
+    "protrain_capacity_bytes": "708KB",
+    "protrain_cpu_capacity_bytes": "1005KB",
     "protrain_cpu_optimizer": "torch",
     "gradient_accumulation_steps": 1,
 }
