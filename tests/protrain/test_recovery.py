@@ -163,7 +163,7 @@ PHASES = {
     **dict.fromkeys(("turn", "backward", "late"), "backward"),
     **dict.fromkeys(("clipping", "probe", "update"), "update"),
 }
-DEFAULT = ("A-lora-forward-0", "C-backward-1", "B-update-0")
+DEFAULT = ("A-lora-forward-0", "C-backward-1", "C-lora-forward-1", "B-update-0")
 OF_RANKS = {
     f"{mode}-{place}-{rank}": (
         on_two(make(f"{place}OfRank{rank}", plan)).paged,
