@@ -23,7 +23,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, repeat
 
 from ..types import (
     IN_FLIGHT,
@@ -168,6 +167,33 @@ class Clocks:
         self._free = dict.fromkeys(lanes, 0.0)
         self._cause = "host"
 
+    def repeat(self, run: Callable[[], None], times: int) -> int:
+        """Run so often, or until one run has moved all clocks by its own time alone, as
+        the others would. Returns how many of them were counted and not run."""
+        before = self._ahead() if times else []
+        for left in reversed(range(times)):
+            started, sums = self.issued, (dict(self.exposed), dict(self.busy))
+            run()
+            ahead, each_s = self._ahead(), self.issued - started
+            if _close(ahead, before, each_s):
+                self.skipped += left * each_s
+                for lanes, began in zip((self.exposed, self.busy), sums, strict=True):
+                    for lane in lanes:
+                        lanes[lane] += left * (lanes[lane] - began[lane])
+                return left
+            before = ahead
+        return 0
+
+    def clocks(self) -> list[float]:
+        """Return all moments that later work may have to wait for."""
+        return [self.now, *self._free.values()]
+
+    def _ahead(self) -> list[float]:
+        """Return how far each clock is ahead of the calling thread; the others hold
+        nothing up."""
+        issued = self.issued
+        return [clock - issued if clock > issued else 0.0 for clock in self.clocks()]
+
     def _block(self, until: float, lane: str) -> None:
         """The calling thread waits, and queues nothing meanwhile."""
         if until > self.issued:
@@ -275,7 +301,7 @@ class SimulatedStep(Clocks):
         self._gone = 0.0
         self._in_flight: deque[float] = deque()
         # when what is staged is there, and when room for more is free
-        self._staged: dict[object, float] = {}
+        self._staged: dict[int, float] = {}
         self._room = deque([0.0] * IN_FLIGHT)
         self._landing = "host" if demand.on_host else "offload"
         self._reads = Reads(demand)
@@ -303,6 +329,7 @@ class SimulatedStep(Clocks):
                 self._updated[work.number] = done
 
     def micro_batch(self, first: bool = False, last: bool = False) -> None:
+        """Forward and backward of one micro-batch."""
         self.forward(first)
         self.backward(first, last)
 
@@ -404,36 +431,12 @@ class SimulatedStep(Clocks):
         while self._in_flight:
             self._block(self._in_flight.popleft(), "offload")
 
-    def repeat(self, run: Callable[[], None], times: int) -> int:
-        """Run so often, until one run has left all clocks as they were before it, but
-        for its own time: the others would, too. Returns how many were only counted."""
-        before = self._ahead() if times else []
-        for left in reversed(range(times)):
-            started, sums = self.issued, (dict(self.exposed), dict(self.busy))
-            run()
-            ahead, each_s = self._ahead(), self.issued - started
-            if _close(ahead, before, each_s):
-                self.skipped += left * each_s
-                for now, began in zip((self.exposed, self.busy), sums, strict=True):
-                    for lane in now:
-                        now[lane] += left * (now[lane] - began[lane])
-                return left
-            before = ahead
-        return 0
-
-    def _ahead(self) -> list[float]:
-        """Return how far each clock is ahead of the calling thread; those that are not
-        hold nothing up."""
-        clocks = [self.now, *self._free.values(), *self._in_flight, *self._room]
-        clocks += [*self._sent, *self._staged.values(), self._reads.free]
-        clocks += [*self._reads.ring, self._gone]
+    def clocks(self) -> list[float]:
+        every = [*super().clocks(), *self._in_flight, *self._room, *self._sent]
+        every += [*self._staged.values(), self._reads.free, *self._reads.ring]
         # a run that leaves one of these behind, and fetches or uses none, is no repetition
-        clocks += [max(self._arrival, default=0.0), max(self._last_use, default=0.0)]
-        return self._past_issued(clocks)
-
-    def _past_issued(self, clocks: Sequence[float]) -> list[float]:
-        issued = self.issued
-        return [clock - issued if clock > issued else 0.0 for clock in clocks]
+        latest = max(self._arrival, default=0.0), max(self._last_use, default=0.0)
+        return [*every, self._gone, *latest]
 
     def _enter(self, traffic: Traffic) -> None:
         """`DueUpdates.refresh_stale`: weights that stay on the device."""
@@ -453,19 +456,16 @@ class SimulatedStep(Clocks):
                     if work.chunk not in self._staged:
                         self._stage(work.chunk, self._sum_ahead(work))
 
-    def _stage(self, key: object, nbytes: float) -> bool:
-        """Fetch what an update or a sum needs, if there is room."""
-        if not self._room:
-            return False
-        seconds = nbytes * self._traffic.fetch_s
-        arrival = self._queue("fetch", seconds, self._room.popleft())
-        self._staged[key] = arrival
-        return True
+    def _stage(self, chunk: int, nbytes: float) -> None:
+        """Fetch sums of a chunk, if there is room."""
+        if self._room:
+            seconds = nbytes * self._traffic.fetch_s
+            self._staged[chunk] = self._queue("fetch", seconds, self._room.popleft())
 
-    def _take(self, key: object, nbytes: float) -> float:
-        if key not in self._staged:
-            self._stage(key, nbytes)
-        return self._staged.pop(key)
+    def _take(self, chunk: int, nbytes: float) -> float:
+        if chunk not in self._staged:
+            self._stage(chunk, nbytes)
+        return self._staged.pop(chunk)
 
     def _refresh(self, seconds: float, gather_s: float) -> None:
         """A copy to the device on compute; it takes the link from other fetches."""
@@ -565,8 +565,9 @@ class DeferredStep(SimulatedStep):
         d = self._demand
         self._run(d.update_s)
         self._due.extend(d.gradients)
-        parts = (repeat(work, d.num_parts) for works in d.gradients for work in works)
-        self._coming = chain.from_iterable(parts)
+        self._coming = (
+            work for works in d.gradients for work in works for _ in range(d.num_parts)
+        )
         self._outside = d.outside
         self._fetch_operands()
 
@@ -626,8 +627,8 @@ class DeferredStep(SimulatedStep):
         seconds = work.operand_bytes * self._traffic.fetch_s / self._demand.num_parts
         self._operands.append(self._queue("fetch", seconds, self._room.popleft()))
 
-    def _ahead(self) -> list[float]:
-        return super()._ahead() + self._past_issued([*self._operands, *self._leaving])
+    def clocks(self) -> list[float]:
+        return [*super().clocks(), *self._operands, *self._leaving]
 
 
 def _close(ours: list[float], theirs: list[float], scale: float) -> bool:
