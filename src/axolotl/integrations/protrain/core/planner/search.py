@@ -414,7 +414,10 @@ class Search:
         micro_batch_s += times.outside_forward_s + times.outside_backward_s
         micro_batch_s += sum(seconds for seconds, policy in again if policy.recomputes)
         compute_s = self._update_s + self.memory.workload.accumulation * micro_batch_s
-        return _Candidate(max(compute_s, least_s), row, n_buffer, at)
+        if least_s < compute_s * (1 + ROUNDING):
+            # equal: what has fewer slots comes first
+            least_s = compute_s
+        return _Candidate(least_s, row, n_buffer, at)
 
     def _policies(self, row: _Row) -> tuple[Policy, ...]:
         return block_policies(self._num_blocks, *row, self.swap_interval)
