@@ -563,8 +563,6 @@ def render(outcomes: Mapping[Attack, str]) -> str:
 
 
 def main() -> int:
-    # a shell has what it starts in the background ignore it
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     words = sys.argv[1:]
     wanted = [a for a in ATTACKS if all(word in a.name for word in words)]
     outcomes: dict[Attack, str] = {}

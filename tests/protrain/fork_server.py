@@ -234,6 +234,8 @@ def _start(path: str, log: Path) -> None:
 
 def serve(number: int) -> None:
     """Fork for each connection, until the owner ends."""
+    # a shell has what it starts in the background ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for module in PRELOAD:
         importlib.import_module(module)
     # built from the plugins of the first YAML that a process reads

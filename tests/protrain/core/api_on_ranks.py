@@ -141,6 +141,17 @@ def refuses(loop: Loop) -> list[float]:
     return steps(loop)
 
 
+def looks(loop: Loop) -> list[float]:
+    """Weights shown inside of a micro-batch, before its backward, end the run: ranks that
+    show gradients average them."""
+    if loop.paged is not None:
+        with loop.around(), pytest.raises(AccessError, match="not in between"):
+            with loop.paged.full_params():
+                factor = loop.model.head.weight.sum().item()
+            (factor * loop.net(rows(1)[0])).backward()
+    return []
+
+
 def by_trainer(
     loop: Loop,
     folder: str,
@@ -200,6 +211,7 @@ CASES: dict[str, tuple[Callable[[Loop], list[float]], Knobs | None, bool]] = {
     "adapter, measured": (steps, None, True),
     "scales": (scales, Knobs(0, 2, 0, 3), False),
     "skips": (skips, Knobs(0, 2, 0, 3), False),
+    "looks": (looks, Knobs(0, 2, 0, 3), False),
     "refuses": (refuses, Knobs(2, 2, 0, 0), False),
     "Trainer": (saves_weights, Knobs(0, 2, 0, 3), False),
     "Trainer, some stay": (saves_weights, Knobs(2, 2, 0, 3), False),

@@ -395,7 +395,6 @@ def _train(
     _hook(optimizer, partial(_look, model, None, norms) if case.hooks else None)
     for step in range(STEPS):
         look(1e-3)
-        _switch(optimizer, "train")
         data = batches(case.accumulation, seed=step * size + rank)
         if case.evaluates:
             with torch.no_grad():
@@ -404,6 +403,8 @@ def _train(
             last = number == len(data) - 1
             if session is not None:
                 session.begin_micro_batch(last)
+            # in each one, as `Trainer.training_step` does
+            _switch(optimizer, "train")
             waits = isinstance(net, DistributedDataParallel) and not last
             with net.no_sync() if waits else nullcontext():
                 loss = _loss(case, net, tokens) / len(data)

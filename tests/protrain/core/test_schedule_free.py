@@ -44,6 +44,29 @@ def test_sums_between_two_micro_batches_outlast_an_evaluation(update: Update) ->
     session.close()
 
 
+@pytest.mark.parametrize("update", Update)
+def test_gradients_of_a_step_are_clipped_after_a_switch_too(update: Update) -> None:
+    model = stack()
+    plain = twin(model)
+    session = open_session(model, update=update, **PLANS["all paged"])
+    ours = session.wrap_optimizer(schedulefree.SGDScheduleFree(model.parameters()))
+    theirs = schedulefree.SGDScheduleFree(plain.parameters())
+    ours.train()
+    theirs.train()
+    model(batches(1)[0]).backward()
+    plain(batches(1)[0]).backward()
+    session.clip_grad_norm(1e-3)
+    torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e-3)
+    for optimizer in (ours, theirs):
+        optimizer.step()
+        optimizer.eval()
+    with session.full_params():
+        for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
+            assert mine.grad is not None and its.grad is not None
+            assert torch.equal(mine.grad, its.grad)
+    session.close()
+
+
 def test_an_optimizer_without_a_switch_has_none_when_it_is_paged() -> None:
     model = stack()
     session = open_session(model, **PLANS["paged"])

@@ -361,6 +361,8 @@ class Updates:
                 event = self._apply_piece(own, piece, changes, weights, slot)
             own.num_applied += 1
         recorded, own.recorded, own.num_applied = own.recorded, None, 0
+        if recorded is None or recorded.method != "step":
+            return event
         # in place gradients are scaled where they are read: nothing is left to be clipped
         if event is not None:
             own.scaled = recorded

@@ -167,7 +167,13 @@ class GradientReduction(Gradients):
     def take(self, host: HostChunk, index: int, gradient: Tensor) -> None:
         if self._synchronises:
             if not self._due:
-                raise RuntimeError("backward without begin_micro_batch before it")
+                raise AccessError(
+                    f"{host.chunk.tensors[index].name}: on several ranks a gradient comes "
+                    "in a micro-batch that has begun, and whose step has not been averaged "
+                    "since. Go backward inside `with paged.micro_batch():`, and look at "
+                    "weights and gradients (`full_params`, `state_dict`, a copy of the "
+                    "model) before it or after its backward, not in between."
+                )
             if self._number[host] < self._next or index in host.main_grads.arrived:
                 name = host.chunk.tensors[index].name
                 raise AccessError(

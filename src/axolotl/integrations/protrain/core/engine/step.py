@@ -674,7 +674,8 @@ class Step:
 
     def switch_optimizer(self, method: str) -> None:
         """Call `train` or `eval` of a schedule-free optimizer, wherever weights are."""
-        self.due.settle_gradients()
+        # gradients stay as they are: other ranks may not have begun to make theirs
+        self.due.apply_all()
         updates = self.updates
         with updates.recording_call(method):
             getattr(updates.kind, method)(updates.plain)
