@@ -169,7 +169,11 @@ def test_the_peak_is_predicted(seen: dict[str, float], step: Step) -> None:
 @pytest.mark.parametrize("step", COMPILED, ids=lambda step: step.name)
 def test_compiled_blocks_take_no_more_than_was_predicted(step: Step) -> None:
     """Their graphs save less than the blocks that were traced."""
-    assert peaks(step).error >= -ROUNDING
+    seen = peaks(step)
+    # where every block recomputes they save nothing, and one row of position ids (int64)
+    # may outlive the forward pass
+    ids = 8 * step.length if step.recompute == "all" else 0
+    assert seen.counted_bytes - seen.predicted_bytes <= ids
 
 
 def compared(seen: dict[str, float], step: Step) -> Peaks:

@@ -208,9 +208,9 @@ class OffloadedState:
             path for path in every if stays(params[path[0]], path) or path in stayed
         }
         found = {p: t for p, t in every.items() if p not in self._staying}
-        # nothing of what is there counts
-        self._on_host, self._recorded = {}, {}
         self._renew({path: self._form(path, tensor) for path, tensor in found.items()})
+        # nothing of what was there counts
+        self._recorded = {}
         for path, tensor in found.items():
             self._on_host[path].copy_(tensor.detach())
             if again:
@@ -426,16 +426,15 @@ class OffloadedState:
         for path, form in forms.items():
             places[path] = place = Place(end, *form)
             end = aligned(end + place.nbytes, STATE_ALIGNMENT_BYTES)
-        self._places = places
-        self._left.append(self.region)
-        self.region = torch.empty(0, dtype=torch.uint8, device="cpu")
         # updates are made in an evaluation, too
         with torch.inference_mode(False):
+            region = torch.empty(0, dtype=torch.uint8, device="cpu")
             if end:
-                self.region = self._memory.take(end)
-            self._on_host = {
-                p: place.on_host(self.region) for p, place in places.items()
-            }
+                # first, as it may fail: then all is as before
+                region = self._memory.take(end)
+            self._left.append(self.region)
+            self.region, self._places = region, places
+            self._on_host = {p: place.on_host(region) for p, place in places.items()}
 
     def _bind(self, states: Mapping[nn.Parameter, Any]) -> None:
         """Let the optimizer find states whose tensors are at rest."""
