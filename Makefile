@@ -26,8 +26,9 @@ export HF_HUB_OFFLINE := 1
 export AXOLOTL_DO_NOT_TRACK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev install-bench demo demo-2 test test-full test-cuda \
-	test-cuda-device test-newest test-oldest gpu-rehearsal everything \
+.PHONY: help install install-dev install-bench demo demo-2 test test-full \
+	test-full-parity test-full-rest test-cuda test-cuda-device test-newest test-oldest \
+	gpu-rehearsal everything \
 	matrix mutants chaos sweep reference pictures site dist lint format bench compare clean
 
 help: ## list the targets
@@ -59,8 +60,16 @@ demo-2: install ## the same on two ranks, beside DistributedDataParallel
 test: install ## the tests, without the whole grid
 	@$(BIN)/python -m pytest $(PARALLEL)
 
-test-full: install ## all tests
-	@$(BIN)/python -m pytest $(PARALLEL) -m ""
+# In two parts of an hour or two each, so that one can be had where a machine is not kept long.
+PARITY := tests/protrain/test_parity.py tests/protrain/test_chaos.py
+
+test-full: test-full-parity test-full-rest ## all tests
+
+test-full-parity: install
+	@$(BIN)/python -m pytest $(PARALLEL) -m "" $(PARITY)
+
+test-full-rest: install
+	@$(BIN)/python -m pytest $(PARALLEL) -m "" $(PARITY:%=--ignore=%)
 
 test-cuda-device: install
 	@mkdir -p build

@@ -104,12 +104,21 @@ def _measured(name: str, options: str = "") -> Set:
     return Set(name, command, (*CODE, *sorted(parts)))
 
 
+def _parity() -> tuple[str, ...]:
+    """Files of the trainings that are compared with plain ones."""
+    folder = ROOT / "tests" / "protrain"
+    parts = _parts([folder / "test_parity.py", folder / "test_chaos.py"])
+    names = sorted(str(part.relative_to(ROOT)) for part in parts)
+    return (*CODE, "tests/conftest.py", *names)
+
+
 TODAY = date.today().isoformat()
 SETS = (
     Set("lint", "make lint", (".",)),
     Set("demo", "make demo", (*CODE, "examples")),
     Set("demo-2", "make demo-2", (*CODE, "examples")),
-    Set("test-full", "make test-full", TESTED),
+    Set("test-full-parity", "make test-full-parity", _parity()),
+    Set("test-full-rest", "make test-full-rest", TESTED),
     Set("test-cuda", "make test-cuda", EMULATED),
     Set("test-newest", "make test-newest", TESTED),
     Set("test-oldest", "make test-oldest", (*CODE, *HELPERS)),
