@@ -60,7 +60,7 @@ demo-2: install ## the same on two ranks, beside DistributedDataParallel
 test: install ## the tests, without the whole grid
 	@$(BIN)/python -m pytest $(PARALLEL)
 
-# In two parts of an hour or two each, so that one can be had where a machine is not kept long.
+# In two parts: the whole takes more than two hours on a slow machine.
 PARITY := tests/protrain/test_parity.py tests/protrain/test_chaos.py
 
 test-full: test-full-parity test-full-rest ## all tests

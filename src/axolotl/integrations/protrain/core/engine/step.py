@@ -674,7 +674,7 @@ class Step:
 
     def switch_optimizer(self, method: str) -> None:
         """Call `train` or `eval` of a schedule-free optimizer, wherever weights are."""
-        # gradients stay as they are: other ranks may not have begun to make theirs
+        # this rank's alone: other ranks may not have begun to make theirs
         self.gradients.settle_own()
         self.due.apply_all()
         updates = self.updates
