@@ -30,6 +30,10 @@ from torch import Tensor, nn
 
 from axolotl.integrations.protrain.core.engine.session import Session
 from axolotl.integrations.protrain.core.layout import build_layout, spread_order
+from axolotl.integrations.protrain.core.planner.block_times import (
+    BlockSample,
+    time_block,
+)
 from axolotl.integrations.protrain.core.planner.demand import Demand
 from axolotl.integrations.protrain.core.planner.seconds import (
     Clocks,
@@ -52,6 +56,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "protrain" / "core"
 
 from simulated import SimulatedDevice, at_rate  # noqa: E402
 
+CPU = torch.device("cpu")
 NUM_BLOCKS = 8
 WIDTH = 128
 WARMUP, ROUNDS = 1, 5
@@ -295,6 +300,8 @@ def plain_times(full: bool) -> BlockTimes:
     )
     # the last block's forward ends where the weights after it begin, all but at once
     n = NUM_BLOCKS
+    sample = BlockSample((batch().requires_grad_(),), {})
+    timed = [time_block(block, sample, CPU, None, ROUNDS) for block in model.layers]
     return BlockTimes(
         forward_s=tuple(spans[:n]),
         backward_s=tuple(spans[n + 1 : 2 * n + 1]),
@@ -302,6 +309,8 @@ def plain_times(full: bool) -> BlockTimes:
         outside_backward_s=spans[n],
         update_s=spans[2 * n + 1],
         measured=True,
+        # torch's checkpoint takes milliseconds of Python beside the forward it repeats
+        recompute_s=tuple(block.recompute_s or 0.0 for block in timed),
     )
 
 

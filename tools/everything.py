@@ -1,8 +1,8 @@
 """Runs every set of checks and measurements, writes docs/evidence.md: `make everything`.
 
 A set whose row is of this tree is not run again: no file that it depends on differs from the
-row's commit. So a run that was broken off goes on where it ended, and after a change only what
-the change concerns runs again. Logs are in build/evidence.
+row's commit, but for comments of Python. So a run that was broken off goes on where it ended,
+and after a change only what the change concerns runs again. Logs are in build/evidence.
 
     python tools/everything.py                 all that is missing, old or failed
     python tools/everything.py --list          says what that is, runs nothing
@@ -205,8 +205,22 @@ def why_run(each: Set, rows: dict[str, Row]) -> str:
     changed = _git("diff", "--name-only", row.commit, "--", *each.paths, check=False)
     if changed is None:
         return f"commit {row.commit} is not in this repository"
-    files = [file for file in changed.splitlines() if not _is_output(file)]
-    return f"{files[0]} has changed" if files else ""
+    names = [file for file in changed.splitlines() if not _is_output(file)]
+    # lint alone reads comments
+    files = (f for f in names if each.name == "lint" or not _same_code(row.commit, f))
+    file = next(files, "")
+    return f"{file} has changed" if file else ""
+
+
+def _same_code(commit: str, file: str) -> bool:
+    """Tell whether a Python file differs in comments and layout alone."""
+    old, new = _git("show", f"{commit}:{file}", check=False), ROOT / file
+    if not file.endswith(".py") or old is None or not new.exists():
+        return False
+    before, after = (
+        ast.dump(ast.parse(text)) for text in (old, new.read_text("utf-8"))
+    )
+    return before == after
 
 
 def _undated(command: str) -> str:

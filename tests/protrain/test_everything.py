@@ -51,7 +51,15 @@ def test_a_set_runs_again_once_it_failed_or_its_files_changed(
     other = everything.Set("passes", "echo 4 passed", ("src",))
     assert everything.why_run(other, rows) == "the command has changed"
     # neither committed nor staged
-    (repository / "src/code.py").write_text("2")
+    code = repository / "src/code.py"
+    code.write_text("1  # one")
+    assert everything.why_run(passes, rows) == ""
+    lint = everything.Set("lint", "echo 3 passed", ("src",))
+    linted = {"lint": everything.run(lint, "a machine")}
+    assert everything.why_run(lint, linted) == "src/code.py has changed"
+    code.unlink()
+    assert everything.why_run(passes, rows) == "src/code.py has changed"
+    code.write_text("2")
     assert everything.why_run(passes, rows) == "src/code.py has changed"
 
 

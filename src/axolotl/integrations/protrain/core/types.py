@@ -629,8 +629,8 @@ class BlockSeconds:
     takes none where nothing trains.
 
     Attributes:
-        recompute_s: What a checkpoint around it adds to backward; None where it was not
-            timed: as much as forward.
+        recompute_s: What a checkpoint around it adds to forward and backward; None where
+            it was not timed: as much as forward.
         queue_forward_s: Of the thread that queues forward, part of it or all of it.
         queue_backward_s: Of the one that queues backward.
         queue_recompute_s: Of the one that queues what a checkpoint adds.
@@ -642,6 +642,16 @@ class BlockSeconds:
     queue_forward_s: float = 0.0
     queue_backward_s: float = 0.0
     queue_recompute_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of forward and backward, nothing recomputed."""
+        return self.forward_s + self.backward_s
+
+    @property
+    def queue_s(self) -> float:
+        """Seconds of the thread that queues both."""
+        return self.queue_forward_s + self.queue_backward_s
 
 
 @dataclass(frozen=True)

@@ -204,11 +204,12 @@ class OffloadedState:
         every = self._tensors(states, anew=True)
         stayed = self._staying if again else set()
         params = {name: param for param, name in self._names.items()}
-        self._staying = {
+        staying = {
             path for path in every if stays(params[path[0]], path) or path in stayed
         }
-        found = {p: t for p, t in every.items() if p not in self._staying}
+        found = {p: t for p, t in every.items() if p not in staying}
         self._renew({path: self._form(path, tensor) for path, tensor in found.items()})
+        self._staying = staying
         # nothing of what was there counts
         self._recorded = {}
         for path, tensor in found.items():

@@ -100,12 +100,12 @@ def time_block(
         except CheckpointError:
             # no plan that recomputes it would train
             return seconds
+        queue_s = both.queue_s - seconds.queue_s
         return replace(
             seconds,
-            recompute_s=max(both.backward_s - seconds.backward_s, 0.0),
-            queue_recompute_s=max(
-                both.queue_backward_s - seconds.queue_backward_s, 0.0
-            ),
+            # Python around the first forward included
+            recompute_s=max(both.total_s - seconds.total_s, 0.0),
+            queue_recompute_s=max(queue_s, 0.0),
         )
 
 

@@ -39,7 +39,7 @@ JSON: TypeAlias = Union[
     None, bool, int, float, str, Sequence["JSON"], Mapping[str, "JSON"]
 ]
 
-FORMAT = 7
+FORMAT = 8
 """In every key; to be raised when a measurement changes its meaning."""
 
 UNDISTURBED, NOTHING_S = 0.2, 0.05
