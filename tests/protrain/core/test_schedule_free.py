@@ -8,6 +8,7 @@ import pytest
 import schedulefree
 import torch
 from core_models import Stack, batches, open_session, stack, train, twin
+from simulated import DeferredDevice
 from test_optimizer import PLANS
 
 from axolotl.integrations.protrain.core.types import Update
@@ -29,7 +30,9 @@ def evaluated(model: Stack, optimizer: Any) -> tuple[float, dict[str, torch.Tens
 def test_sums_between_two_micro_batches_outlast_an_evaluation(update: Update) -> None:
     model = stack()
     plain = twin(model)
-    session = open_session(model, update=update, **PLANS["all paged"])
+    # whose copies are on their way until somebody waits for them
+    device = DeferredDevice()
+    session = open_session(model, device=device, update=update, **PLANS["all paged"])
     ours = session.wrap_optimizer(schedulefree.SGDScheduleFree(model.parameters()))
     theirs = schedulefree.SGDScheduleFree(plain.parameters())
     for trained, optimizer in ((model, ours), (plain, theirs)):
