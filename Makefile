@@ -27,8 +27,8 @@ export AXOLOTL_DO_NOT_TRACK := 1
 
 .DEFAULT_GOAL := help
 .PHONY: help install install-dev install-bench demo demo-2 test test-full \
-	test-full-parity test-full-rest test-cuda test-cuda-device test-newest test-oldest \
-	gpu-rehearsal everything \
+	test-full-core test-full-parity test-full-rest test-cuda test-cuda-device \
+	test-newest test-oldest gpu-rehearsal everything \
 	matrix mutants chaos sweep reference pictures site dist lint format bench compare clean
 
 help: ## list the targets
@@ -60,16 +60,20 @@ demo-2: install ## the same on two ranks, beside DistributedDataParallel
 test: install ## the tests, without the whole grid
 	@$(BIN)/python -m pytest $(PARALLEL)
 
-# In two parts: the whole takes more than two hours on a slow machine.
+# In three parts: the whole takes more than three hours on a slow machine.
+CORE := tests/protrain/core
 PARITY := tests/protrain/test_parity.py tests/protrain/test_chaos.py
 
-test-full: test-full-parity test-full-rest ## all tests
+test-full: test-full-core test-full-parity test-full-rest ## all tests
+
+test-full-core: install
+	@$(BIN)/python -m pytest $(PARALLEL) -m "" $(CORE)
 
 test-full-parity: install
 	@$(BIN)/python -m pytest $(PARALLEL) -m "" $(PARITY)
 
 test-full-rest: install
-	@$(BIN)/python -m pytest $(PARALLEL) -m "" $(PARITY:%=--ignore=%)
+	@$(BIN)/python -m pytest $(PARALLEL) -m "" --ignore=$(CORE) $(PARITY:%=--ignore=%)
 
 test-cuda-device: install
 	@mkdir -p build
@@ -100,7 +104,7 @@ $(OLDEST_VENV)/.installed: pyproject.toml
 	@touch $@
 
 test-oldest: $(OLDEST_VENV)/.installed ## core's tests with the oldest torch allowed (6 GB)
-	@PYTHONPATH=src $(OLDEST_VENV)/bin/python -m pytest $(PARALLEL) -m "" tests/protrain/core
+	@PYTHONPATH=src $(OLDEST_VENV)/bin/python -m pytest $(PARALLEL) -m "" $(CORE)
 
 # without what has kernels of its own: bitsandbytes, experts, the profiler
 gpu-rehearsal: test-cuda-device ## benchmarks/gpu.sh with small models on the emulated device

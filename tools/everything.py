@@ -35,7 +35,7 @@ IMPORTED = [
     for folder in ("benchmarks", "tests/protrain", "tests/protrain/core", "examples")
 ]
 PACKAGE = "src/axolotl/integrations/protrain"
-HELPERS = ("tests/protrain/*.py", ":!tests/protrain/test_*.py")
+HELPERS = ("tests/conftest.py", "tests/protrain/*.py", ":!tests/protrain/test_*.py")
 TRAINED = (
     *(*CODE, f":!{PACKAGE}/service", f":!{PACKAGE}/cli"),
     *(*HELPERS, ":!tests/protrain/core"),
@@ -119,6 +119,7 @@ SETS = (
     Set("lint", "make lint", (".",)),
     Set("demo", "make demo", (*CODE, "examples")),
     Set("demo-2", "make demo-2", (*CODE, "examples")),
+    Set("test-full-core", "make test-full-core", (*CODE, *HELPERS)),
     Set("test-full-parity", "make test-full-parity", _parity()),
     Set("test-full-rest", "make test-full-rest", TESTED),
     Set("test-cuda", "make test-cuda", EMULATED),

@@ -325,5 +325,6 @@ def test_gradients_wait_for_sums_that_a_failed_backward_has_fetched() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(3_600)  # ten minutes are too few on a slow machine
 def test_many_schedules() -> None:
     run(3_000, 60)
