@@ -2,8 +2,9 @@
 
 Limits: searches of an 80-block model take 1.5 s (median) and 3 s (longest) with a frozen
 base, and 3 s and 9 s in a full fine-tune; a plan with its alternatives from the command line
-takes 8 s of the processor beside Axolotl's imports, and 3 GB. Nothing is downloaded: the
-models are configurations written here. Exits with 1 when a limit does not hold.
+takes 8 s of the processor beside Axolotl's imports, and 3 GB. Of two runs of a command the
+faster counts: the first may compile what it imports. Nothing is downloaded: the models are
+configurations written here. Exits with 1 when a limit does not hold.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from axolotl.integrations.protrain.core.types import Budget, Update, Workload, W
 SEARCH_LIMITS_S = {"frozen base": (1.5, 3.0), "full fine-tune": (3.0, 9.0)}
 """Of the median and of the longest."""
 PLAN_LIMIT_S, PLAN_LIMIT_BYTES = 8.0, 3e9
+RUNS = 2
 HOST_BYTES = 2048 << 30
 # also where the package is on the path and not installed, so without entry points
 AXOLOTL = """
@@ -263,13 +265,13 @@ def main() -> None:
             f"longest of {len(seconds)} {found[1]:.3f} s",
             flush=True,
         )
-    imports = import_seconds()
+    imports = min(import_seconds() for _ in range(RUNS))
     print(f"importing Axolotl alone: {imports:.1f} s of the processor")
     for name, (config, settings) in PLANS.items():
         with tempfile.TemporaryDirectory() as folder:
-            wall, busy, peak, answer = plan(
-                yaml_of(Path(folder), config, settings), options.gpu
-            )
+            path = yaml_of(Path(folder), config, settings)
+            runs = (plan(path, options.gpu) for _ in range(RUNS))
+            wall, busy, peak, answer = min(runs, key=operator.itemgetter(1))
         late |= busy - imports > PLAN_LIMIT_S or peak > PLAN_LIMIT_BYTES
         print(
             f"{name:20} {wall:5.1f} s ({busy:.1f} s of the processor) {peak / 1e9:5.2f} GB  "
