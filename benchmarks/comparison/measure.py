@@ -17,6 +17,9 @@ from .cases import Case
 from .setup import Setup, Training
 from .systems import UNCAPPED
 
+MKL_FUNCTIONS = ("cos", "sin", "exp", "log", "sqrt", "tanh", "erf")
+"""Elementwise ones that torch leaves to MKL on a CPU, as far as models use them."""
+
 
 def measure(
     system: str,
@@ -35,6 +38,9 @@ def measure(
         wait_for_turn: Is told the device's peak so far; returns when a step may begin.
     """
     device = torch.device(device_type, 0 if device_type == "cuda" else None)
+    for name in MKL_FUNCTIONS:
+        # a first call by several threads may take a coarser kernel (pytorch#188792)
+        getattr(torch.ones(1), name)()
     if device.type == "cuda":
         torch.cuda.set_device(device)
         # else even two plain runs differ; all systems pay for it alike
