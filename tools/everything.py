@@ -260,7 +260,7 @@ def run(each: Set, machine: str) -> Row:
     # a table ends with a line of box drawings
     told = (line for line in reversed(lines) if any(map(str.isalnum, line)))
     last = next(told, "said nothing")
-    last = last.replace("|", "/")[:RESULT_WIDTH]
+    last = last.replace(f"{ROOT}/", "").replace("|", "/")[:RESULT_WIDTH]
     return Row(
         each.name,
         last if code == 0 else f"**failed** ({code}): {last}",

@@ -36,14 +36,14 @@ def test_a_set_runs_again_once_it_failed_or_its_files_changed(
 ) -> None:
     """Notices a page that calls a result of another tree one of today."""
     passes = everything.Set("passes", "echo 3 passed", ("src",))
-    fails = everything.Set("fails", "echo no | cat; exit 4", ("src",))
+    fails = everything.Set("fails", "echo no in $PWD/src | cat; exit 4", ("src",))
     sets, rows = (passes, fails), {}
     monkeypatch.setattr(everything, "SETS", sets)
     assert [everything.why_run(each, rows) for each in sets] == ["never run"] * 2
     everything.write_rows({e.name: everything.run(e, "a machine") for e in sets})
     rows = everything.read_rows()
     assert rows["passes"].result == "3 passed"
-    assert rows["fails"].result == "**failed** (4): no"
+    assert rows["fails"].result == "**failed** (4): no in src"
     assert [everything.why_run(each, rows) for each in sets] == ["", "failed"]
     (repository / "elsewhere.py").write_text("2")
     commit(repository)
