@@ -95,16 +95,14 @@ $(NEWEST_VENV)/.installed: pyproject.toml
 test-newest: $(NEWEST_VENV)/.installed ## the tests with the newest Axolotl and torch allowed (7 GB)
 	@$(NEWEST_VENV)/bin/python -m pytest $(PARALLEL)
 
-# core alone, which imports no Axolotl
 $(OLDEST_VENV)/.installed: pyproject.toml
-	@$(NEWEST_PYTHON) -m venv $(OLDEST_VENV)
+	@$(PYTHON) -m venv $(OLDEST_VENV)
 	@$(OLDEST_VENV)/bin/python -m pip --disable-pip-version-check -qq install --no-compile \
-		torch==2.11.0 transformers peft pydantic psutil safetensors rich click xxhash jinja2 \
-		pytest pytest-timeout pytest-xdist hypothesis
+		torch==2.11.0 axolotl==0.19.0 -e ".[test]"
 	@touch $@
 
-test-oldest: $(OLDEST_VENV)/.installed ## core's tests with the oldest torch allowed (6 GB)
-	@PYTHONPATH=src $(OLDEST_VENV)/bin/python -m pytest $(PARALLEL) -m "" $(CORE)
+test-oldest: $(OLDEST_VENV)/.installed ## core's tests with the oldest Axolotl and torch allowed (7 GB)
+	@$(OLDEST_VENV)/bin/python -m pytest $(PARALLEL) -m "" $(CORE)
 
 # without what has kernels of its own: bitsandbytes, experts, the profiler
 gpu-rehearsal: test-cuda-device ## benchmarks/gpu.sh with small models on the emulated device
