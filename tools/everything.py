@@ -118,7 +118,7 @@ def _parity() -> tuple[str, ...]:
 
 TODAY = date.today().isoformat()
 SETS = (
-    Set("lint", "make lint", (".",)),
+    Set("lint", "make lint", (".",), "Success"),
     Set("demo", "make demo", (*CODE, "examples"), "OK:"),
     Set("demo-2", "make demo-2", (*CODE, "examples"), "OK:"),
     Set("test-full-core", "make test-full-core", (*CODE, *HELPERS)),
