@@ -60,6 +60,8 @@ MUTATED = (
     *("pyproject.toml", "tests/mutants.py", "tests/protrain/*.py"),
     # cells of the matrix: the tests that mutants are tried by train none
     *(":!tests/protrain/matrix*.py", ":!tests/protrain/experts_plugin.py"),
+    # the tests of this tool run no engine
+    ":!tests/protrain/test_everything.py",
 )
 READ_AS_TEXT = ("lint", "test-full-rest", "test-newest")
 """Sets that check comments too: those of Python make no row of another set old."""
