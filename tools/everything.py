@@ -66,6 +66,7 @@ MUTATED = (
 READ_AS_TEXT = ("lint", "test-full-rest", "test-newest")
 """Sets that check comments too: those of Python make no row of another set old."""
 RESULT_WIDTH = 90
+NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Set:
         name: Of its row.
         command: For a shell, in the root of the repository.
         paths: Files and folders without whose change it would come to the same result.
-        shows: Is in the line that says how it ended; the last line where none has it.
+        shows: Is in the line that says how it passed; else, and of a failure, the last line.
     """
 
     name: str
@@ -251,6 +252,8 @@ def run(each: Set, machine: str) -> Row:
     """Run a set, its output in a log."""
     LOGS.mkdir(parents=True, exist_ok=True)
     log, began = LOGS / f"{each.name}.log", time.monotonic()
+    # as in the Makefile: else each process compiles what it imports
+    environment = {k: v for k, v in os.environ.items() if k != NO_BYTECODE}
     with log.open("w", encoding="utf-8") as output:
         code = subprocess.run(
             each.command,
@@ -258,12 +261,12 @@ def run(each: Set, machine: str) -> Row:
             cwd=ROOT,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "HF_HUB_OFFLINE": "1", "AXOLOTL_DO_NOT_TRACK": "1"},
+            env={**environment, "HF_HUB_OFFLINE": "1", "AXOLOTL_DO_NOT_TRACK": "1"},
         ).returncode
     lines = [line.strip(" =|│") for line in log.read_text("utf-8").splitlines()]
     # a table ends with a line of box drawings
     told = [line for line in lines if any(map(str.isalnum, line))]
-    shown = [line for line in told if each.shows in line]
+    shown = [line for line in told if code == 0 and each.shows in line]
     last = (shown or told or ["said nothing"])[-1]
     last = last.replace(f"{ROOT}/", "").replace("|", "/")[:RESULT_WIDTH]
     return Row(

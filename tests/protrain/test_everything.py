@@ -36,7 +36,8 @@ def test_a_set_runs_again_once_it_failed_or_its_files_changed(
 ) -> None:
     """Notices a page that calls a result of another tree one of today."""
     passes = everything.Set("passes", "echo 3 passed; echo x", ("src",), "passed")
-    fails = everything.Set("fails", "echo no in $PWD/src | cat; exit 4", ("src",), "OK")
+    failing = "echo OK; echo no in $PWD/src | cat; exit 4"
+    fails = everything.Set("fails", failing, ("src",), "OK")
     sets, rows = (passes, fails), {}
     monkeypatch.setattr(everything, "SETS", sets)
     assert [everything.why_run(each, rows) for each in sets] == ["never run"] * 2
