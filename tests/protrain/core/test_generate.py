@@ -46,6 +46,17 @@ def made_by(model: Any) -> list[list[list[int]]]:
     return found
 
 
+def plainly_made_by(model: Any) -> list[list[list[int]]]:
+    """The tokens of the model before it is paged; skip where it makes none here."""
+    try:
+        return made_by(model)
+    except (RuntimeError, ValueError) as error:
+        # of Triton, where flash-linear-attention can be imported; else torch does it
+        if not any(words in str(error) for words in ("active drivers", "cpu tensor")):
+            raise
+        pytest.skip("plain generation fails too: flash-linear-attention asks for a GPU")
+
+
 def in_four_bits(model: Any) -> None:
     """Quantise the linear layers of all blocks, as a loader does."""
     for _, block in find_blocks(model):
@@ -78,7 +89,7 @@ def test_tokens_are_those_of_plain(family: str, adapter: str) -> None:
         torch.manual_seed(5)
         layers = LoraConfig(target_modules="all-linear", init_lora_weights=False)
         model = get_peft_model(model, layers).eval()
-    wanted = made_by(model)
+    wanted = plainly_made_by(model)
     keep = [name for name, _ in model.named_parameters() if "lora_" in name]
     for name, (plan, share) in HELD.items():
         most = len(build_layout(model, keep).pageable)
