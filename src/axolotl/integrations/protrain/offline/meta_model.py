@@ -255,8 +255,9 @@ def register_plugins(cfg: DictDefault) -> None:
     manager = PluginManager.get_instance()
     register = manager.register
 
-    def named(name: str) -> None:
-        register(name)
+    def named(name: str, **options: Any) -> None:
+        # from 0.21 on with `required`
+        register(name, **options)
         plugin: Any = manager.plugins.get(name.replace(":", "."))
         acts = type(plugin).__module__.startswith(_ACT_OUTSIDE)
         for hook in _HOOKS if plugin is not None else ():
