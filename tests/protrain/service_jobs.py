@@ -6,6 +6,7 @@ import atexit
 import json
 import os
 import random
+import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -27,7 +28,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from axolotl.integrations.protrain.core.errors import ProTrainError
+from axolotl.integrations.protrain.core.errors import ConfigError, ProTrainError
 from axolotl.integrations.protrain.service.adapters import (
     ABOUT,
     REST,
@@ -958,6 +959,24 @@ def derived(path: Path) -> dict[str, str]:
             told = {key for key in keys if keys[key] and key not in unused}
             found[name] = " ".join(sorted(told))
     return found
+
+
+def over_experts(root: str) -> tuple[str, float]:
+    """Why a service with LoRA on all linear layers does not start over experts that PEFT
+    adapts for their names; a loss by the layers that it names instead."""
+
+    def begun(**keys: Any) -> float:
+        path = config(Path(root), "deepseek_v3", **keys)
+        with service(path) as served:
+            served.create("m", 8, ["attn", "unembed"], seed=1)
+            return served.forward_backward("m", rows(0)).result()[0]
+
+    try:
+        begun()
+    except ConfigError as error:
+        names = re.findall(r"\((.*)\)", told := str(error))[0].split(", ")
+        return told, begun(lora_target_modules=names, lora_target_linear=None)
+    return "", 0.0
 
 
 def over_another(path: Path) -> dict[str, Any]:

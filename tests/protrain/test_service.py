@@ -301,6 +301,15 @@ def test_a_state_is_loaded_over_its_own_base(tmp_path: Path) -> None:
     assert not told["the same"] and not told["earlier"] and not told["in other files"]
 
 
+@pytest.mark.full
+def test_experts_that_peft_adapts_are_refused(tmp_path: Path) -> None:
+    """They made a server that could create no model and gave no reason."""
+    told, loss = call(service_jobs.over_experts, str(tmp_path), at=tmp_path)
+    assert "PEFT puts LoRA on this model's experts" in told
+    assert "kv_b_proj, lm_head, o_proj" in told and "down_proj" not in told
+    assert loss > 0
+
+
 def test_names_of_clients_are_not_those_of_the_store(served: Path) -> None:
     """A state of such a name could be saved once, and strewed its files then."""
     found = call(service_jobs.names, served, at=served.parent)

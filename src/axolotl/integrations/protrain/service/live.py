@@ -30,7 +30,7 @@ from typing import Any, cast
 
 import torch
 from peft import PeftModel
-from peft.tuners.lora import LoraLayer
+from peft.tuners.lora import LoraLayer, ParamWrapper
 from torch import nn
 
 from ..core.engine.device import Device, Event
@@ -96,6 +96,16 @@ class LiveAdapter:
             name: "unembed" if layer is head else _kind(name)
             for name, layer in found.items()
         }
+        if any(isinstance(layer, ParamWrapper) for layer in found.values()):
+            others = {
+                n.rpartition(".")[2] for n, kind in self._kinds.items() if kind != "mlp"
+            }
+            allowed = ", ".join(sorted(others)) or "those of attention"
+            raise ConfigError(
+                "lora_target_modules: PEFT puts LoRA on this model's experts too, and "
+                "adapters of the service are on linear layers alone. Set it to names "
+                f"that no expert has ({allowed}), and remove lora_target_linear."
+            )
         self._dtype = next(iter(self._weights(next(iter(found))).values())).dtype
         self.largest = self.layout(
             AdapterSpec(self._config.r, self._config.lora_alpha, self.kinds)
