@@ -205,17 +205,44 @@ def from_the_second_block_on() -> nn.Module:
     return model
 
 
+def with_a_first_one() -> nn.Module:
+    """The first block computes something else, and knows that by its number alone."""
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    class Numbered(LlamaDecoderLayer):
+        number: int
+
+        def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+            output = super().forward(*args, **kwargs)
+            return output if self.number else output.sin()
+
+    model = random_model("llama")
+    model.config.use_cache = False
+    for number, layer in enumerate(model.model.layers):
+        layer.__class__, layer.number = Numbered, number
+    return model
+
+
 @pytest.mark.parametrize(
     "build",
     [
         encoder_decoder,
         longer_gemma,
         from_the_second_block_on,
+        with_a_first_one,
         with_one_block(half_frozen),
         with_one_block(in_bf16),
         with_one_block(lambda block: block.requires_grad_(False)),
     ],
-    ids=["t5", "gemma3", "frozen start", "half frozen", "another dtype", "frozen"],
+    ids=[
+        "t5",
+        "gemma3",
+        "frozen start",
+        "first",
+        "half frozen",
+        "another dtype",
+        "frozen",
+    ],
 )
 def test_blocks_that_differ_are_of_another_kind(build: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
@@ -254,6 +281,9 @@ def test_the_depth_of_a_stack_costs_no_operators(unpacked: bool) -> None:
     ran = []
     for depth in (6, 14):
         model = stack(num_layers=depth)
+        for number, layer in enumerate(model.layers):
+            # one of them is the number of one block
+            layer.number, layer.num_heads = number, 3
         for layer in model.layers if unpacked else ():
             parametrize.register_parametrization(layer.down, "weight", nn.Identity())
         copied = meta_copy(model)
@@ -267,9 +297,9 @@ def test_the_depth_of_a_stack_costs_no_operators(unpacked: bool) -> None:
         tokens = batches(1)[0]
         trace_step(copied, find_blocks(copied), lambda t=copied, x=tokens: t(x))
         ran.append(calls[0])
-    # the kind's first block, and the last one, whose output is read by the head; and
-    # block 1 where it has attributes of 1, which may be its number
-    assert ran == 2 * [2 + unpacked]
+    # the first block, one that stands for all others, and the last one, whose output is
+    # read by the head
+    assert ran == 2 * [3]
 
 
 # what is not touched

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -125,8 +124,6 @@ def num_pieces(chunk: Chunk) -> int:
     )
 
 
-# each plan that a search looks at asks
-@lru_cache(maxsize=None)
 def _num_pieces(form: Form, shape: tuple[int, ...]) -> int:
     (rows, _), _ = form.stored(shape)
     return sum(1 for _ in form.pieces(shape, rows, PIECE_NUMEL))

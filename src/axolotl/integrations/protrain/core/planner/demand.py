@@ -12,7 +12,6 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from ..layout import padded_bytes, shard_bytes
-from ..layout.moves import MOVED_BYTES, num_pieces, unpacked_numel
 from ..types import (
     ADAM_MOVED_BYTES,
     BlockTimes,
@@ -228,15 +227,10 @@ class Demand:
         self.num_chunks, self.num_slots = len(paged), plan.n_buffer
         stored = [chunk.in_pool for chunk in paged]
         self.chunk_bytes = [shard_bytes(chunk, plan.shards) for chunk in stored]
-        self.unpack_s = [
-            sum(n * MOVED_BYTES[kind] for kind, n in unpacked_numel(chunk).items())
-            / hardware.memory_bytes_s
-            for chunk in paged
-        ]
+        unpacked = [trained.unpacked[chunk.index] for chunk in paged]
+        self.unpack_s = [nbytes / hardware.memory_bytes_s for nbytes, _ in unpacked]
         launch_s = min(hardware.kernel_s, LAUNCH_S)
-        self.queue_unpack_s = [
-            QUEUED_PIECE * launch_s * num_pieces(chunk) for chunk in paged
-        ]
+        self.queue_unpack_s = [QUEUED_PIECE * launch_s * count for _, count in unpacked]
         self.disk_s = self._disk_s(plan, paged, hardware)
         self.num_disk_buffers = plan.disk_buffers
         self.gather_s = [self._gather_s(chunk) for chunk in paged]

@@ -6,18 +6,21 @@ Note [When one block stands for another]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Two calls are of one kind if blocks and inputs agree in everything that a forward can
 depend on but weights: classes, plain attributes, shapes and strides of parameters and
-buffers, shapes and known values of the arguments. An attribute equal to the block's
-own number in its list (`layer_idx`) does not count. What is neither plain nor a tensor
-is compared by identity: a cache is the same object for every block, and what differs
-runs. The last block of a list always runs, because what comes next reads its output
-otherwise than a block would. A skipped block's output depends on its inputs as
-autograd sees it, so backward passes through it, its segments are there, and the trace
-fills them with what the block that ran has shown.
+buffers, shapes and known values of the arguments. An attribute that is the block's
+number in all blocks of its list (`layer_idx`) does not count. What is neither plain nor
+a tensor is compared by identity: a cache is the same object for every block, and what
+differs runs.
+
+The last block of a list always runs, because what comes next reads its output otherwise
+than a block would. So does the first, for itself alone: a forward may tell it by its
+number. A skipped block's output depends on its inputs as autograd sees it, so backward
+passes through it, its segments are there, and the trace fills them with what the block
+that ran has shown.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +49,7 @@ def skipping_repeats(
     """
     known: dict[Any, tuple[Any, Any]] = {}
     lists = [name.rpartition(".")[0] for name, _ in blocks]
+    first = {lists.index(name) for name in lists}
     # the next one reads its output otherwise than a block would
     last = {lists.index(name) + lists.count(name) - 1 for name in lists}
 
@@ -56,10 +60,11 @@ def skipping_repeats(
             inputs = list(tensors_in((args, kwargs)))
             kind = (static, _described((args, kwargs)), torch.is_grad_enabled())
             ran = known.get(kind)
-            if ran is None or index in last:
+            if ran is None or index in first or index in last:
                 run = running()
                 output = inner(*args, **kwargs)
-                known.setdefault(kind, (run, _form(output, inputs)))
+                if index not in first:
+                    known.setdefault(kind, (run, _form(output, inputs)))
                 return output
             skipped(ran[0])
             return _output(ran[1], inputs)
@@ -67,9 +72,9 @@ def skipping_repeats(
         return forward
 
     with ExitStack() as undo:
+        numbers = _numbers(blocks)
         for index, (name, block) in enumerate(blocks):
-            position = name.rpartition(".")[2]
-            static = _static(block, int(position) if position.isdigit() else None)
+            static = _static(block, numbers[name.rpartition(".")[0]])
             forward = placeholder(index, static, block.forward)
             undo.enter_context(patch.object(block, "forward", forward))
         yield
@@ -146,30 +151,42 @@ def plain_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     return (item for item in vars(module).items() if type(item[1]) in _PLAIN)
 
 
-def _static(block: nn.Module, position: int | None) -> Any:
-    """Everything plain that a block knows, but for its own number in the list."""
+def _numbers(
+    blocks: Sequence[tuple[str, nn.Module]],
+) -> dict[str, set[tuple[str, str]]]:
+    """Modules and attributes that have the block's number, in all blocks of a list."""
+    found: dict[str, set[tuple[str, str]]] = {}
+    others: dict[str, set[tuple[str, str]]] = {}
+    for name, block in blocks:
+        place, _, position = name.rpartition(".")
+        own, other = (each.setdefault(place, set()) for each in (found, others))
+        for path, module in block.named_modules():
+            for key, value in plain_attributes(module):
+                if type(value) is int:
+                    (own if str(value) == position else other).add((path, key))
+    return {place: own - others[place] for place, own in found.items()}
+
+
+def _static(block: nn.Module, numbers: Set[tuple[str, str]]) -> Any:
+    """Everything plain that a block knows, but for its number in the list."""
     modules: list[Any] = []
     own = {id(part): name for name, part in _parts(block)}
     for name, module in block.named_modules():
-        attributes = tuple(
+        attributes: list[Any] = []
+        links: list[Any] = []
+        for key, value in vars(module).items():
             # 1 and True are equal, their types are not
-            (
-                key,
-                kind := type(value),
-                None if kind is int and value == position else value,
-            )
-            for key, value in plain_attributes(module)
-        )
+            if (kind := type(value)) in _PLAIN:
+                known = None if (name, key) in numbers else value
+                attributes.append((key, kind, known))
+            elif key not in _OF_EVERY_MODULE:
+                linked = tuple(own.get(id(part), id(part)) for part in _linked(value))
+                links.append((key, linked))
         kind = type(module)
         if parametrize.is_parametrized(module):
             # a class of its own; what it computes is in modules of its own too
             kind = kind.__bases__[0]
-        links = tuple(
-            (key, tuple(own.get(id(part), id(part)) for part in _linked(value)))
-            for key, value in vars(module).items()
-            if key not in _OF_EVERY_MODULE
-        )
-        modules.append((name, kind, attributes, links))
+        modules.append((name, kind, tuple(attributes), tuple(links)))
     tensors = tuple(
         (name, tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
         for name, tensor in (*block.named_parameters(), *block.named_buffers())

@@ -21,7 +21,7 @@ from ..layout import (
     span_bytes,
     spans,
 )
-from ..layout.moves import unpacking
+from ..layout.moves import MOVED_BYTES, num_pieces, unpacked_numel, unpacking
 from ..layout.shards import PAGE_BYTES
 from ..types import (
     IN_FLIGHT,
@@ -99,6 +99,18 @@ class TrainedBytes:
         pageable = self.layout.pageable
         every = {1, self.workload.world.local_size}
         return {shards: unpacking(pageable, shards).nbytes for shards in every}
+
+    @cached_property
+    def unpacked(self) -> list[tuple[int, int]]:
+        """Bytes that are read and written to unpack each chunk, and its pieces, per fetch."""
+        moved = [
+            sum(
+                numel * MOVED_BYTES[kind]
+                for kind, numel in unpacked_numel(chunk).items()
+            )
+            for chunk in self.layout.chunks
+        ]
+        return [*zip(moved, map(num_pieces, self.layout.chunks), strict=True)]
 
     def unpacking(self, n_buffer: int, shards: int) -> int:
         """Device memory beside so many slots in which packed chunks are unpacked."""
