@@ -334,15 +334,35 @@ class InterruptedRotation(BasePlugin):
 
 
 class SlowDisk(BasePlugin):
-    """Each write of a save beside training takes 10 ms; says which steps are made then."""
+    """Each write of a save beside training takes 10 ms."""
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
         plain = os.pwrite
 
         def write(*args: Any) -> int:
             if threading.current_thread().name == SAVING:
-                time.sleep(0.01)
+                self.wait()
             return plain(*args)
+
+        os.pwrite = write
+
+    def wait(self) -> None:
+        """Called before a write of a save beside training."""
+        time.sleep(0.01)
+
+
+class DiskSlowerThanSteps(SlowDisk):
+    """A save beside training ends after the next step, if that does not wait for it.
+
+    It says which steps are made beside a save.
+    """
+
+    def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
+        super().post_trainer_create(cfg, trainer)
+        self._steps = steps = threading.Condition()
+        self._made, self._last = 0, False
+        self._begun: set[threading.Thread] = set()
+        disk = self
 
         class Watch(TrainerCallback):
             looks_at_weights = False
@@ -350,16 +370,28 @@ class SlowDisk(BasePlugin):
             def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
                 if any(thread.name == SAVING for thread in threading.enumerate()):
                     print(f"made beside a save: step {state.global_step}", flush=True)
+                with steps:
+                    disk._made = state.global_step
+                    disk._last = state.global_step >= state.max_steps
+                    steps.notify_all()
 
-        os.pwrite = write
         trainer.add_callback(Watch())
 
+    def wait(self) -> None:
+        with self._steps:
+            if threading.current_thread() in self._begun:
+                return
+            self._begun.add(threading.current_thread())
+            made = self._made
+            # a step that waits for the save ends after it, and the test fails
+            self._steps.wait_for(lambda: self._last or self._made > made, timeout=30)
 
-class Uploads(BasePlugin):
+
+class Uploads(DiskSlowerThanSteps):
     """Weights & Biases' callback sends each checkpoint; says what it has sent."""
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
-        SlowDisk.post_trainer_create(self, cfg, trainer)
+        super().post_trainer_create(cfg, trainer)
         trainer.add_callback(Uploader())
 
 

@@ -114,7 +114,11 @@ BEST = {
 }
 """The first one is called the best, so that it is kept beside the newest."""
 
-SLOW_DISK = {"plugins": [PROTRAIN, SEEDING, "saving_jobs.SlowDisk"], "save_steps": 1}
+SLOW_DISK = {"plugins": [PROTRAIN, SEEDING, "saving_jobs.SlowDisk"]}
+SLOWER_DISK = {
+    "plugins": [PROTRAIN, SEEDING, "saving_jobs.DiskSlowerThanSteps"],
+    "save_steps": 1,
+}
 BESIDE = {
     "beside_roomy": ({}, "3"),
     "beside_tight": ({"protrain_cpu_capacity_bytes": "2MiB"}, ""),
@@ -157,8 +161,8 @@ def jobs(
     jobs.train("from_stateless", PAGED, STATELESS, first, after=["stateless"])
     for name, (settings, _) in BESIDE.items():
         if name in names:
-            jobs.train(name, SLOW_DISK, PAGED, settings, {"save_total_limit": 2})
-    uploads = {**SLOW_DISK, "plugins": [PROTRAIN, SEEDING, "saving_jobs.Uploads"]}
+            jobs.train(name, SLOWER_DISK, PAGED, settings, {"save_total_limit": 2})
+    uploads = {**SLOWER_DISK, "plugins": [PROTRAIN, SEEDING, "saving_jobs.Uploads"]}
     jobs.train("uploads", uploads, PAGED, {"save_total_limit": 1})
     beside = {**MANY, **SLOW_DISK, **PAGED, "save_steps": 3}
     jobs.train("interrupt_beside", beside, UNCHECKED, watch=interrupt(4, 0.0))
