@@ -194,6 +194,20 @@ def test_device_peak_was_predicted(
     session.close()
 
 
+def test_weights_outside_are_updated_beside_the_gradients_of_others() -> None:
+    """At the end of a step, before anybody clears those: the peak where activations are few."""
+    model = stack(inner=16, width=512)
+    trace = traced(model, DATA[0][0])
+    session = open_session(model, resident=(0, 1, 2, 3), n_buffer=2, outside=HOST_STATE)
+    train(model, wrapped(session), DATA, session)
+    asked = Workload(accumulation=2, update=session.plan.update)
+    told = MemoryModel(session.layout, trace, asked, CPU).device(session.plan)
+    measured = session.measured().device_peak_bytes
+    assert measured == pytest.approx(told.peak_bytes, rel=0.01)
+    assert told.peak.phase == "update"
+    session.close()
+
+
 @pytest.mark.parametrize(
     ("resident", "accumulation", "fused"),
     pairwise([*product(((), (1, 3)), (1, 2), (True, False))]),

@@ -545,7 +545,10 @@ class MemoryModel:
         """Count what the update takes of the device, which has so many bytes of
         gradients, and after it those that are queued."""
         queued = 0
-        if self._queued:
+        if self._deferred:
+            # weights outside are made current while gradients are still there
+            queued, _ = self._updates_on_top(placements)
+        elif self._queued:
             outside, of_block = self._updates_on_top(placements)
             queued = max(outside, *of_block.values(), 0)
         if not gradients:
