@@ -177,6 +177,8 @@ def main() -> None:
     if args.output:
         facts = environment(torch.device("cpu"))
         write(args.output, "cpu-end-of-step", facts, pages, raw)
+    told = (f"{each.title.split(',')[0]} {each.rows[-1][-1]}" for each in pages)
+    print(f"deferred, step / plain: {'; '.join(told)}")
 
 
 if __name__ == "__main__":

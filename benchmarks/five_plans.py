@@ -122,6 +122,7 @@ def main() -> None:
     if options.output:
         with options.output.open("a") as file:
             file.write(page.markdown())
+    print(f"s per step: {', '.join(cells[1] for cells in rows)}")
 
 
 if __name__ == "__main__":

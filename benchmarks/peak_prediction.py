@@ -12,6 +12,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,6 +24,8 @@ from counted_steps import Peaks, Step, peaks  # noqa: E402
 from counting_plugin import COUNTED_FILE  # noqa: E402
 from matrix_composition import PREFERRED, QLORA  # noqa: E402
 from tiny_models import FAMILIES, NUM_BLOCKS  # noqa: E402
+
+from axolotl.integrations.protrain.core.types import Placement  # noqa: E402
 
 LIMIT = 0.03
 """Relative error that the project promises."""
@@ -91,6 +94,11 @@ def steps(args: argparse.Namespace) -> Iterator[tuple[str, Peaks]]:
                 precision=precision,
                 compiled=args.compiled,
             )
+            yield step.name, peaks(step)
+        if method == "full":
+            # gradients of the device beside state of the host
+            apart = {"swap": "all", "outside": Placement.OPTIMIZER_OFFLOADED}
+            step = replace(step, resident="half", recompute="none", **apart)
             yield step.name, peaks(step)
 
 

@@ -247,19 +247,20 @@ def search_times(full: bool, ranks: int, rounds: int) -> list[float]:
     return seconds
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gpu", default="RTX 4090")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1])
     options = parser.parse_args()
-    late = False
+    missed = []
     for ranks, (name, full) in itertools.product(
         options.ranks, (("frozen base", False), ("full fine-tune", True))
     ):
         seconds = search_times(full, ranks, options.rounds)
         found = statistics.median(seconds), max(seconds)
-        late |= any(map(operator.gt, found, SEARCH_LIMITS_S[name]))
+        if any(map(operator.gt, found, SEARCH_LIMITS_S[name])):
+            missed.append(f"search of a {name} in {found[0]:.1f} to {found[1]:.1f} s")
         print(
             f"search, 80 blocks, {name}, {ranks} ranks: median {found[0]:.3f} s, "
             f"longest of {len(seconds)} {found[1]:.3f} s",
@@ -272,7 +273,8 @@ def main() -> None:
             path = yaml_of(Path(folder), config, settings)
             runs = (plan(path, options.gpu) for _ in range(RUNS))
             wall, busy, peak, answer = min(runs, key=operator.itemgetter(1))
-        late |= busy - imports > PLAN_LIMIT_S or peak > PLAN_LIMIT_BYTES
+        if busy - imports > PLAN_LIMIT_S or peak > PLAN_LIMIT_BYTES:
+            missed.append(f"{name} in {busy - imports:.1f} s and {peak / 1e9:.1f} GB")
         print(
             f"{name:20} {wall:5.1f} s ({busy:.1f} s of the processor) {peak / 1e9:5.2f} GB  "
             f"{answer['verdict']}  {answer.get('reason') or ''}"[:110]
@@ -281,8 +283,10 @@ def main() -> None:
         f"limits: {[*SEARCH_LIMITS_S.values()]} s; {PLAN_LIMIT_S:.0f} s beside imports, "
         f"{PLAN_LIMIT_BYTES / 1e9:.0f} GB"
     )
-    sys.exit(late)
+    if missed:
+        print(f"missed: {'; '.join(missed)}")
+    return int(bool(missed))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

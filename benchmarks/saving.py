@@ -181,7 +181,10 @@ def main() -> int:
         names = {p.name for p in theirs.iterdir()} | {p.name for p in ours.iterdir()}
         equal = all(cmp(theirs / name, ours / name, shallow=False) for name in names)
     fits = peaks["in_place"] <= EXPERT_BYTES + ALLOWANCE
-    print(f"limit {(EXPERT_BYTES + ALLOWANCE) / 1e6:.0f} MB; files equal: {equal}")
+    print(
+        f"in place +{peaks['in_place'] / 1e6:.0f} MB, limit "
+        f"{(EXPERT_BYTES + ALLOWANCE) / 1e6:.0f} MB; files equal: {equal}"
+    )
     return 0 if equal and fits else 1
 
 

@@ -169,6 +169,8 @@ def main() -> None:
         found["step, axolotl train"] = 1000 * report["measured"]["step_s"]
     for what, value in found.items():
         print(f"{what:24} {value:10.1f}")
+    ratio = found["step, one adapter"] / found["step, axolotl train"]
+    print(f"a step of one adapter is {ratio:.2f} of one of axolotl train")
 
 
 if __name__ == "__main__":

@@ -130,6 +130,7 @@ def main() -> None:
         "| run | seconds | more than plain | of the processor | more than plain |",
         "|---|---|---|---|---|",
     ]
+    told = []
     for arm, rounds in found.items():
         cells = [arm]
         for mine, plain in zip(_columns(rounds), _columns(found["plain"]), strict=True):
@@ -141,11 +142,13 @@ def main() -> None:
                 f"{statistics.median(more):+.1f} ({min(more):+.1f} to {max(more):+.1f})"
             ]
         lines.append(f"| {' | '.join(cells)} |")
+        told.append(f"{arm} {cells[2].split()[0]}")
     facts = "; ".join(f"{key} {value}" for key, value in describe().items())
     text = "\n".join([f"`{command()}`", "", facts, "", *lines])
     print(text)
     if options.output:
         options.output.write_text(text + "\n", "utf-8")
+    print(f"s more than plain: {', '.join(told[1:])}")
 
 
 if __name__ == "__main__":

@@ -165,7 +165,8 @@ class Parameters(NamedTuple):
     Attributes:
         base: Weights, optimizer state and operands of updates, slots excepted.
         gradients: Of what trains there, all of them.
-        update: What the device's update takes on top of them.
+        update: What the device's update takes on top of them, or that of host-kept weights
+            which the step itself makes current.
         deferred: What updates of host-kept chunks take at the start of each segment.
         before: Gradient bytes beside each segment's own in the first micro-batch.
         extra: The same in later ones, beside `gradients`.
@@ -317,9 +318,9 @@ class MemoryModel:
         # a copy that runs at once leaves no gradient behind on the device
         self._in_flight = IN_FLIGHT if hardware.overlaps else 0
         self.trained = trained = TrainedBytes(layout, workload)
-        on_device = workload.update is Update.DEVICE
-        self._deferred = on_device and workload.world.size == 1
-        self._queued = on_device and workload.world.size > 1
+        self._on_device = workload.update is Update.DEVICE
+        # on one rank updates of blocks wait for the next fetch
+        self._deferred = self._on_device and workload.world.size == 1
         # by segment, of each chunk, None for weights that never move
         self._gradients: list[dict[int | None, int]] = []
         for segment in trace.segments:
@@ -545,12 +546,11 @@ class MemoryModel:
         """Count what the update takes of the device, which has so many bytes of
         gradients, and after it those that are queued."""
         queued = 0
-        if self._deferred:
-            # weights outside are made current while gradients are still there
-            queued, _ = self._updates_on_top(placements)
-        elif self._queued:
-            outside, of_block = self._updates_on_top(placements)
-            queued = max(outside, *of_block.values(), 0)
+        if self._on_device:
+            # weights outside never wait: gradients of others are still there
+            queued, of_block = self._updates_on_top(placements)
+            if not self._deferred:
+                queued = max(queued, 0, *of_block.values())
         if not gradients:
             return queued
         w, segments = self.workload, self.trace.segments
