@@ -250,7 +250,10 @@ def traces(draw: st.DrawFn, layout: Layout) -> Trace:
         made, peak = gradients(block, first), draw(nbytes)
         piled = peak + draw(st.integers(0, sum(size for _, size in made)))
         return Segment(
-            block, True, Work(), peak, first_peak_bytes=piled, gradients=made
+            *(block, True, Work(), peak),
+            first_peak_bytes=piled,
+            widened_peak_bytes=piled + draw(nbytes),
+            gradients=made,
         )
 
     blocks = range(num)

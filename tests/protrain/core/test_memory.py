@@ -332,6 +332,7 @@ def of_ranks(world: World, accumulation: int = 1, master: bool = False) -> Memor
             Work(),
             WHOLE,
             first_peak_bytes=WHOLE,
+            widened_peak_bytes=2 * WHOLE if master else WHOLE,
             gradients=((f"p{b}", WHOLE),),
         )
         for b in reversed(range(4))

@@ -373,6 +373,8 @@ class Segment:
             again, up to the last saved tensor.
         first_peak_bytes: Backward: the peak with every gradient of the segment that
             has been made, as in the first micro-batch.
+        widened_peak_bytes: Backward: the same where each gradient of 16 bits becomes one
+            of fp32 as it arrives.
         gradients: Names and bytes of the parameters' gradients it makes, in order.
         operators: Name of each operator and the rise after it, saved tensors kept.
     """
@@ -385,6 +387,7 @@ class Segment:
     swapped_peak_bytes: int = 0
     redone_peak_bytes: int = 0
     first_peak_bytes: int = 0
+    widened_peak_bytes: int = 0
     gradients: tuple[tuple[str, int], ...] = ()
     operators: tuple[tuple[str, int], ...] = ()
 

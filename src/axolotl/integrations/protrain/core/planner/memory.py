@@ -491,10 +491,11 @@ class MemoryModel:
             ]
             left = sum(gradients[chunk] for chunk in on_host)
             wider = sum(self._wider[chunk] for chunk in on_host)
-            before.append(kept + way + wider)
+            rise = segment.widened_peak_bytes - segment.first_peak_bytes if wider else 0
+            before.append(kept + way + rise)
             kept += sum(gradients.values()) - left
             piled = segment.first_peak_bytes - segment.peak_bytes if left else 0
-            extra.append(way + piled + wider)
+            extra.append(way + piled + rise)
             if left:
                 leaving = [*leaving, left + wider][1:]
                 way = sum(leaving)
@@ -553,10 +554,24 @@ class MemoryModel:
                 queued = max(queued, 0, *of_block.values())
         if not gradients:
             return queued
-        w, segments = self.workload, self.trace.segments
-        largest = max((n for s in segments for _name, n in s.gradients), default=0)
+        w = self.workload
+        largest = max(
+            nbytes
+            for chunk, nbytes in self._largest_gradients.items()
+            if chunk is None or not placements[chunk].on_host
+        )
         whole = round(w.update_copies * gradients + w.update_parameter_copies * largest)
         return max(whole, queued)
+
+    @cached_property
+    def _largest_gradients(self) -> dict[int | None, int]:
+        """By chunk, None for weights that never move."""
+        found: dict[int | None, int] = {None: 0}
+        for segment in self.trace.segments:
+            for name, nbytes in segment.gradients:
+                chunk = self.layout.chunk_of.get(name)
+                found[chunk] = max(found.get(chunk, 0), nbytes)
+        return found
 
     @cached_property
     def _loss(self) -> range:

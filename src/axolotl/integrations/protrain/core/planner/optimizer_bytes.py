@@ -91,13 +91,18 @@ def optimizer_bytes(
 def _probed(
     optimizer: Any, model: nn.Module, named: Mapping[str, nn.Parameter], on_cpu: bool
 ) -> OptimizerBytes:
-    """Probe two parameters of each kind: more would be the same again."""
+    """Probe two parameters of each kind and two more: others would be the same again.
+
+    Temporaries that come one after the other are highest between two large neighbours.
+    """
     managed = getattr(optimizer, "is_paged", False) and not on_cpu
     fused = _prepare(optimizer, on_cpu)
     kinds = _kinds(optimizer, model, named)
     firsts = [named[names[0]] for names in kinds]
-    seconds = [named[names[1]] for names in kinds if len(names) > 1]
-    _taken(optimizer, firsts + seconds)
+    few, every = (
+        [named[name] for names in kinds for name in names[:most]] for most in (2, 4)
+    )
+    _taken(optimizer, every)
     own = {k: v for k, v in vars(optimizer).items() if k not in _OF_PARAMETERS}
     shared = {id(tensor) for tensor in state_tensors(own).values()}
     state_bytes, managed_bytes = {}, {}
@@ -118,10 +123,14 @@ def _probed(
     if not on_cpu and type(optimizer).__module__.startswith("torchao"):
         # compiled into kernels that may hold both moments in fp32
         return OptimizerBytes(state_bytes, managed_bytes, 0.0, 4.0)
-    of_twice = _taken(optimizer, firsts + seconds)
-    of_once = _taken(optimizer, firsts)
-    copies = max(0, of_twice - of_once) / (sum(p.nbytes for p in seconds) or 1)
-    rest = max(0.0, of_once - copies * sum(p.nbytes for p in firsts))
+    if len(few) == len(every):
+        few = firsts
+    # where others have no gradient, these are neighbours
+    pair = sorted(few, key=lambda param: param.nbytes)[-2:]
+    taken = [(_taken(optimizer, params), _nbytes(params)) for params in (few, pair)]
+    added = _taken(optimizer, every) - taken[0][0]
+    copies = max(0, added) / (_nbytes(every) - _nbytes(few) or 1)
+    rest = max(0.0, *(there - copies * nbytes for there, nbytes in taken))
     largest = max(param.nbytes for param in firsts)
     return OptimizerBytes(state_bytes, managed_bytes, copies, rest / largest)
 
@@ -142,6 +151,10 @@ def _kinds(
         what = param.shape, param.stride(), param.dtype, group_of.get(param)
         kinds.setdefault((owner, attribute, *what), []).append(name)
     return list(kinds.values())
+
+
+def _nbytes(params: Iterable[nn.Parameter]) -> int:
+    return sum(param.nbytes for param in params)
 
 
 def _taken(optimizer: Any, params: Iterable[nn.Parameter]) -> int:

@@ -147,11 +147,12 @@ class _Open:
     index: int = -1
     # with everything that autograd saves; with nothing that blocks save; with what
     # they save below `SMALLEST_SWAP_BYTES`; and as the first, with all gradients of
-    # parameters since the start
+    # parameters since the start, as they are and in fp32
     kept: _Level = field(default_factory=_Level)
     dropped: _Level = field(default_factory=_Level)
     swapped: _Level = field(default_factory=_Level)
     first: _Level = field(default_factory=_Level)
+    widened: _Level = field(default_factory=_Level)
     gradients: list[tuple[str, int]] = field(default_factory=list)
     work: Work = Work()
     operators: list[tuple[str, int]] = field(default_factory=list)
@@ -167,7 +168,7 @@ class _Open:
 
     @property
     def levels(self) -> tuple[_Level, ...]:
-        return self.kept, self.dropped, self.swapped, self.first
+        return self.kept, self.dropped, self.swapped, self.first, self.widened
 
     @property
     def final(self) -> _Open:
@@ -203,6 +204,7 @@ class _Open:
             swapped_peak_bytes=self.swapped.peak,
             redone_peak_bytes=self.redone_peak,
             first_peak_bytes=self.first.peak,
+            widened_peak_bytes=self.widened.peak,
             gradients=tuple(self.gradients),
             operators=tuple(self.operators),
         )
@@ -262,7 +264,7 @@ class _Record:
     def is_there(self) -> tuple[bool, ...]:
         """By the levels of a segment."""
         kept, dropped = self.alive or bool(self.saved), self.alive or None in self.saved
-        return kept, dropped, dropped if self.large else kept, kept
+        return kept, dropped, dropped if self.large else kept, kept, kept
 
 
 class _TracedLookUp(LookUp):
@@ -467,12 +469,15 @@ class _Recorder(MetaMode):
     def _pack(self, tensor: Tensor) -> Tensor:
         """See Note [Saved tensors have placeholders]."""
         self._settle()
+        now = self._now
+        holder = None if now.backward else now.block
+        if holder is not None:
+            # recomputing goes as far as the last save, of a parameter too
+            now.redone_peak = max(now.redone_peak, now.kept.peak)
         record = self._record_of(tensor) if tensor.is_meta else None
         if record is None:
             # a parameter, or a view of one
             return tensor
-        now = self._now
-        holder = None if now.backward else now.block
         end = record.placeholders.get(holder)
         storage = end() if end is not None else None
         if storage is None:
@@ -485,8 +490,6 @@ class _Recorder(MetaMode):
             storage, tensor.storage_offset(), tensor.shape, tensor.stride()
         )
         self._busy = False
-        if holder is not None:
-            now.redone_peak = max(now.redone_peak, now.kept.peak)
         return placeholder
 
     def _unpack(self, placeholder: Tensor) -> Tensor:
@@ -557,10 +560,18 @@ class _Recorder(MetaMode):
         self._copies.append((self._now, ran))
 
     def _arrived(self, name: str, param: Tensor) -> None:
+        self._settle()
         gradient, param.grad = param.grad, None
         if gradient is not None:
-            self._now.gradients.append((name, gradient.nbytes))
-            self._now.first.now += gradient.nbytes
+            now, widened = self._now, self._now.widened
+            now.gradients.append((name, gradient.nbytes))
+            now.first.now += gradient.nbytes
+            if gradient.itemsize == 2:
+                # for a moment it is there in both
+                widened.now += 2 * gradient.nbytes
+                widened.peak = max(widened.peak, widened.now)
+            else:
+                widened.now += gradient.nbytes
 
     # the result
 

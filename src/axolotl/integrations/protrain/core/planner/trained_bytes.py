@@ -336,9 +336,10 @@ def state_bytes(
     largest = max(
         (operands[c.index] for c in leaving if c.block is not None), default=0
     )
-    if not largest and workload.accumulation > 1:
-        # sums outside blocks come back through buffers of their own then
-        largest = max((trained.sum_piece(chunk) for chunk in leaving), default=0)
+    if workload.accumulation > 1:
+        # sums outside blocks come back through the ring, too
+        outside = (trained.sum_piece(c) for c in leaving if c.block is None)
+        largest = max(largest, *outside, 0)
     return StateBytes(
         fixed=fixed,
         adapters=adapters,
