@@ -29,6 +29,7 @@ import torch.distributed as dist
 from checked_device import CheckedDevice
 from core_models import (
     ALL,
+    CPU,
     HOST_STATE,
     adamw,
     batches,
@@ -49,8 +50,12 @@ from axolotl.integrations.protrain.core.engine.device import CpuDevice, Device
 from axolotl.integrations.protrain.core.engine.ranks import Ranks
 from axolotl.integrations.protrain.core.engine.session import Options, Session
 from axolotl.integrations.protrain.core.errors import AccessError
-from axolotl.integrations.protrain.core.layout import build_layout
-from axolotl.integrations.protrain.core.types import Update
+from axolotl.integrations.protrain.core.layout import build_layout, find_blocks
+from axolotl.integrations.protrain.core.planner.memory import MemoryModel
+from axolotl.integrations.protrain.core.planner.meta import meta_copy
+from axolotl.integrations.protrain.core.planner.planner import gradient_order
+from axolotl.integrations.protrain.core.planner.trace import trace_step
+from axolotl.integrations.protrain.core.types import Update, Workload
 
 STEPS = 3
 
@@ -487,6 +492,52 @@ def memory(ranks: Ranks) -> dict[str, Any]:
     return found
 
 
+PEAKS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "paged": ((), {"outside": HOST_STATE}),
+    # gradients of a block wait until backward comes to the next one that is paged
+    "between": (("layers",), {"resident": (1, 2, 3)}),
+    # and those of the head until its end, where no block has any
+    "outside": (("embed", "head"), {"outside": HOST_STATE}),
+}
+
+
+def peaks(ranks: Ranks) -> dict[str, Any]:
+    """Device bytes that were measured, of those that were predicted."""
+    found = {}
+    for (name, (words, keys)), dtype in product(
+        PEAKS.items(), (torch.float32, torch.bfloat16)
+    ):
+        model, masters = (
+            stack(width=256, inner=1024, dtype=dtype),
+            dtype is torch.bfloat16,
+        )
+        if words:
+            freeze(model, words)
+        if masters:
+            keys = keys | {"outside": HOST_STATE, "inside": HOST_STATE}
+        copied = meta_copy(model)
+        trace = trace_step(
+            copied, find_blocks(copied), partial(copied, batches(1)[0])
+        ).trace
+        layout = build_layout(model)
+        plan = make_plan(layout, **keys)
+        plan = replace(plan, gradient_order=gradient_order(layout, trace))
+        options = Options(masters, accumulates=True)
+        session = Session(model, layout, plan, CpuDevice(), options, ranks)
+        optimizer = session.wrap_optimizer(adamw(model))
+        net = _wrap(Case(name), model, session.host_kept)
+        for seed in range(STEPS):
+            with session.watch():
+                data = batches(2, seed + 10 * ranks.rank)
+                _accumulate(model, net, data, session, optimizer)
+        workload = Workload(2, fp32_master=masters, world=ranks.world)
+        predicted = MemoryModel(layout, trace, workload, CPU).device(plan).peak_bytes
+        measured = session.measured().device_peak_bytes
+        found[f"{name} {dtype}"] = measured / predicted
+        session.close()
+    return found
+
+
 def _shared_bytes() -> tuple[int, int]:
     """Resident and proportional set size of what `map_shared` has mapped."""
     sizes = {"Rss": 0, "Pss": 0}
@@ -829,6 +880,7 @@ ACTS: dict[str, Callable[[Ranks], dict[str, Any]]] = {
     "loads": loads,
     "master": master,
     "memory": memory,
+    "peaks": peaks,
     "resume": resume,
     "twice": twice,
 }

@@ -190,6 +190,16 @@ def test_one_host_copy_for_all(
     assert 0.95 < got["C resident"] * ranks < 5 / 4 + 0.15
 
 
+@pytest.mark.parametrize("case", ["peaks"])
+@pytest.mark.parametrize("ranks", [2])
+def test_peaks_of_several_ranks_were_predicted(
+    ranks: int, case: str, found: Callable[[int, str], dict[str, Any]]
+) -> None:
+    """Notices gradients that wait for their reduction longer than is planned for."""
+    for name, ratio in found(ranks, case).items():
+        assert 0.97 < ratio < 1.01, name
+
+
 @pytest.mark.parametrize("case", ["resume"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_modes_and_numbers_of_ranks_continue_one_curve(

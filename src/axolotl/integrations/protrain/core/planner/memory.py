@@ -480,8 +480,9 @@ class MemoryModel:
         the segment holds for the host until its chunk is complete.
         """
         before, extra = [], []
-        kept = way = 0
+        kept = way = held = 0
         leaving = [0] * self._in_flight
+        waits = self.workload.world.size > 1
         pairs = zip(self.trace.segments, self._gradients, strict=True)
         for segment, gradients in pairs:
             on_host = [
@@ -492,11 +493,17 @@ class MemoryModel:
             left = sum(gradients[chunk] for chunk in on_host)
             wider = sum(self._wider[chunk] for chunk in on_host)
             rise = segment.widened_peak_bytes - segment.first_peak_bytes if wider else 0
-            before.append(kept + way + rise)
+            if held and on_host and segment.block is not None:
+                # several ranks reduce here what came before
+                leaving = [*leaving, held][1:]
+                way, held = sum(leaving), 0
+            before.append(kept + way + held + rise)
             kept += sum(gradients.values()) - left
             piled = segment.first_peak_bytes - segment.peak_bytes if left else 0
-            extra.append(way + piled + rise)
-            if left:
+            extra.append(way + held + piled + rise)
+            if waits:
+                held += left + wider
+            elif left:
                 leaving = [*leaving, left + wider][1:]
                 way = sum(leaving)
         return before, extra
